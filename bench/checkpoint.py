@@ -36,7 +36,8 @@ from quire.core.limits import GIB, MIB
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.jobs.checkpoint.many import run_many
-from quire.jobs.context import JobContext, StorePool
+from quire.jobs.context import JobContext
+from quire.jobs.locations import StorePool
 from quire.jobs.registry import HANDLERS
 from quire.jobs.runner import Runner, Runners
 from quire.jobs.worker import Worker

@@ -27,7 +27,8 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
-from quire.jobs.context import JobContext, StorePool
+from quire.jobs.context import JobContext
+from quire.jobs.locations import StorePool
 from quire.jobs.registry import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t

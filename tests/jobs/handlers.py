@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Handler, Outcome, Progress
+from quire.jobs.handler import Completed, Handler, Outcome, Progress
 from quire.jobs.worker import Worker
 from quire.manifest.jobqueue import ATTEMPTS, LEASE_SECONDS, Job
 from quire.manifest.records import JobKind, JobState
@@ -23,7 +23,7 @@ def worker_with(world: World, handler: Handler, *, threads: int = 1, lease_secon
 
 def at_once(_ctx: JobContext, _job: Job, _progress: Progress) -> Outcome:
     """A handler with nothing to do."""
-    return Done()
+    return Completed()
 
 
 @contextmanager
@@ -62,4 +62,4 @@ class Slow:
                 self.interrupted.set()
                 raise
             time.sleep(0.002)
-        return Done({"steps": self.steps})
+        return Completed({"steps": self.steps})

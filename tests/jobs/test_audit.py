@@ -136,7 +136,7 @@ def test_what_cannot_be_read_is_a_difference_and_the_rest_is_compared(owner: Own
     vandal.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 2, 3)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        told = [audit_module.told_unread(wave) for wave in audit_module.waves(txn) if wave.unread]
+        told = [audit_module.described_unread(wave) for wave in audit_module.waves(txn) if wave.unread]
     assert [(each["state"], each["what"].split()[0]) for each in told] == [("K1", "references"), ("K1", "pages")]
 
 
@@ -224,12 +224,12 @@ def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypa
     damage(vandal)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        found = [audit_module.told(each) for each in (*_differences(txn), *audit_module.floors(txn))]
+        found = [audit_module.described(each) for each in (*_differences(txn), *audit_module.floors(txn))]
         for setting, small in (("STEP_ROWS", 2), ("WAVE_ROWS", 1), ("REFERENCE_ROWS", 1), ("PIECE_BITS", 1)):
             monkeypatch.setattr(audit_module, setting, small)
         for setting in ("PIECE_BITS", "ID_BITS"):
             monkeypatch.setattr(run, setting, 1)
-        again = [audit_module.told(each) for each in (*_differences(txn), *audit_module.floors(txn))]
+        again = [audit_module.described(each) for each in (*_differences(txn), *audit_module.floors(txn))]
     assert sorted(map(str, again)) == sorted(map(str, found)), "however waves are cut"
     if rule == "S2":  # the row was a holder, too: of the namespace that its object is in, which has no object itself
         (space,) = (each for each in found if "NAMESPACE" in each.get("artifact", ""))

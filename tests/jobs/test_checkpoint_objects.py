@@ -12,7 +12,7 @@ from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.jobs.enqueue import request_evict, request_upload
+from quire.jobs.residency import request_evict, request_upload
 from quire.manifest.records import JobKind, JobState
 from quire.objects.api import ObjectStore
 from quire.testing.faults import Fault, FaultyDisk

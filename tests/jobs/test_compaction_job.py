@@ -13,7 +13,7 @@ from quire.core.errors import InvalidConfig, StorageFault
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable import failpoints
 from quire.jobs.compaction.job import compaction_job, tasks_for
-from quire.jobs.handler import Done
+from quire.jobs.handler import Completed
 from quire.jobs.runner import ThreadRunner
 from quire.lsm.kv import Kv
 from quire.lsm.verify import problems
@@ -168,7 +168,7 @@ def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     for tasks in (1, 0):
         done = compaction_job(wiring.context, job, lambda _d, _t: None)
-        assert isinstance(done, Done)
+        assert isinstance(done, Completed)
         assert (done.result["tasks"] > 0) == bool(tasks)
     assert dict(kv.scan()) == model
 

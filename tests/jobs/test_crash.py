@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from quire.core.ids import ArtifactKey
-from quire.jobs.enqueue import request_evict, request_hydrate, request_retention, request_upload, request_verify
+from quire.jobs.residency import request_evict, request_hydrate, request_upload
 from quire.manifest.ops.jobs import CompleteJob
 from quire.manifest.records import AuditAction, JobState, Residency, RetentionRecord
 from quire.testing.clock import ManualClock
 from tests.jobs.crash_child import Life
-from tests.jobs.world import ARCHIVED, BOTH, EVICTED, LOCAL, World
+from tests.jobs.world import ARCHIVED, BOTH, EVICTED, LOCAL, World, request_retention, request_verify
 from tests.nursery import Nursery
 
 MOVES = (AuditAction.UPLOADED, AuditAction.EVICTED, AuditAction.HYDRATED)
@@ -77,7 +77,7 @@ class Scene:
             request_hydrate(manifest, evicted),
             request_hydrate(manifest, archived),
             request_retention(manifest, home),
-            request_verify(manifest, home),
+            request_verify(manifest),
         ]
         manifest.drop_db(gone).result()
         self.goals = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -11,8 +10,8 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.names import object_key
 from quire.jobs.delete import job as delete_module
-from quire.jobs.enqueue import request_evict, request_upload, request_verify
 from quire.jobs.handler import update
+from quire.jobs.residency import request_evict, request_upload
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.namespaces import drop_namespace
@@ -20,7 +19,6 @@ from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.plans import BeginPlan
 from quire.manifest.records import ChunkRecord, JobKind, JobState, PlanRecord, Residency
-from quire.manifest.store import ManifestStore
 from quire.objects.open import open_store
 from tests.jobs.world import ARCHIVED, BOTH, EVICTED, GRACE_SECONDS, LOCAL, World, delete_job, drop, is_known
 
@@ -160,13 +158,10 @@ def test_a_snapshot_keeps_what_it_holds_and_lets_it_go_with_itself(local: World)
     local.assert_settled()
 
 
-@pytest.mark.parametrize("request_move", [request_upload, request_verify], ids=["upload", "verify"])
-def test_a_job_on_an_artifact_holds_it_from_deletion_until_it_ends(
-    local: World, request_move: Callable[[ManifestStore, ArtifactKey], int]
-) -> None:
+def test_a_job_on_an_artifact_holds_it_from_deletion_until_it_ends(local: World) -> None:
     db_id = local.database()
     (key,) = local.chunks(db_id, 1)
-    job_id = request_move(local.manifest, key)
+    job_id = request_upload(local.manifest, key)
     local.manifest.jobs.defer(_claimed(local, job_id), local.clock.now_ms() + 3_600_000)
     local.chunks(db_id, 1)
     local.clock.advance(10 * GRACE_SECONDS)

@@ -15,13 +15,13 @@ import pytest
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey
 from quire.durable.files import Disk, OsDisk
-from quire.jobs.enqueue import request_evict, request_hydrate, request_upload, request_verify
+from quire.jobs.residency import request_evict, request_hydrate, request_upload
 from quire.manifest.records import JobState, Residency, VerifyState
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
-from tests.jobs.world import BOTH, EVICTED, LOCAL, World
+from tests.jobs.world import BOTH, EVICTED, LOCAL, World, request_verify
 
 MOVES: dict[str, tuple[Residency, Residency | None]] = {
     "upload": (LOCAL, BOTH),
@@ -48,7 +48,7 @@ def ask(world: World, move: str, key: ArtifactKey) -> None:
         "upload": request_upload,
         "evict": request_evict,
         "hydrate": request_hydrate,
-        "verify": request_verify,
+        "verify": lambda manifest, _: request_verify(manifest),
     }
     requests[move](world.manifest, key)
 

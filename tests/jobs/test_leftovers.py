@@ -12,8 +12,8 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.durable.names import FollowFile
 from quire.jobs import leftovers
-from quire.jobs.enqueue import request_hydrate
 from quire.jobs.leftovers import sweep_leftovers
+from quire.jobs.residency import request_hydrate
 from quire.objects.local import TEMPORARY_AGE_SECONDS
 from tests.jobs.world import EVICTED, World, drop, is_known
 

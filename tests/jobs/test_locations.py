@@ -13,9 +13,8 @@ import pytest
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.files import OsDisk
-from quire.jobs.context import StorePool
 from quire.jobs.copies import fetch, remove_files
-from quire.jobs.locations import Place, local_name, remote_name
+from quire.jobs.locations import ArtifactLocation, StorePool, local_name, remote_name
 from quire.manifest.records import ChunkRecord, NamespaceRecord, WalFormat, WalRecord, WalState
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
@@ -47,8 +46,8 @@ def test_objects_are_in_the_store_s_own_object_store_or_in_their_namespace() -> 
         remote_name(BASE, there, None, "/own")
 
 
-def place(root: str, **more: object) -> Place:
-    made = Place(
+def place(root: str, **more: object) -> ArtifactLocation:
+    made = ArtifactLocation(
         key=BASE,
         residency=EVICTED,
         local=os.path.join(root, "pages/x/file"),

@@ -92,7 +92,7 @@ def test_leases_that_ran_out_are_taken_back(local: World) -> None:
 
 
 def test_old_jobs_and_answers_are_forgotten(local: World) -> None:
-    local.manifest.jobs.enqueue(JobKind.VERIFY, local.database(), {"scope": "database"})
+    local.manifest.jobs.enqueue(JobKind.VERIFY, 0)
     local.manifest.submit([RecordMetric(1, 1, [1.0])], key=b"k" * 16).result()
     local.worker.drain()
     local.clock.advance(8 * 86_400)
@@ -116,13 +116,13 @@ def test_it_runs_in_the_background_and_stops(local: World) -> None:
     upkeep = Upkeep(local.ctx, local.worker_of())
     upkeep.start()
     upkeep.start()
-    job_id = local.manifest.jobs.enqueue(JobKind.VERIFY, local.database(), {"scope": "database"})
+    job_id = local.manifest.jobs.enqueue(JobKind.VERIFY, 0)
     assert eventually(lambda: local.job(job_id).state is JobState.SUCCEEDED)
     upkeep.stop()
     upkeep.stop()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("quire-upkeep", "quire-worker"))]
     upkeep.start()
-    later = local.manifest.jobs.enqueue(JobKind.VERIFY, local.database("again"), {"scope": "database"})
+    later = local.manifest.jobs.enqueue(JobKind.VERIFY, 0)
     assert eventually(lambda: local.job(later).state is JobState.SUCCEEDED)
     upkeep.stop()
 

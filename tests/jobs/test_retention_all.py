@@ -14,8 +14,7 @@ import quire
 from quire.core.errors import InvalidInput
 from quire.durable.failpoints import armed
 from quire.jobs import retention
-from quire.jobs.enqueue import request_retention
-from quire.jobs.handler import Done
+from quire.jobs.handler import Completed
 from quire.jobs.retention import PLANS_MAX, apply_many
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job, JobQueue
@@ -24,7 +23,7 @@ from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import JobKind, JobState, RetentionRecord
 from quire.manifest.store import ManifestStore
 from tests.jobs.retention_child import KEPT, MADE, fill
-from tests.jobs.world import World, drop, is_renewed
+from tests.jobs.world import World, drop, is_renewed, request_retention
 
 DROPPED = MADE - KEPT
 
@@ -192,11 +191,11 @@ def test_it_is_not_planned_for_ever(local: World, monkeypatch: pytest.MonkeyPatc
     db_ids, plans = fill(local, 2), list[int]()
     real = retention.work_of
 
-    def stale(manifest: ManifestStore, job: Job, **more: Any) -> Done:
+    def stale(manifest: ManifestStore, job: Job, **more: Any) -> Completed:
         done = real(manifest, job, **more)
         if job.db_id == db_ids[0]:
             plans.append(job.db_id)
-            return Done(done.result, (DropSnapshot(job.db_id, 4_711), *done.ops))
+            return Completed(done.result, (DropSnapshot(job.db_id, 4_711), *done.ops))
         return done
 
     monkeypatch.setattr(retention, "work_of", stale)

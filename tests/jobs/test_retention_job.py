@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quire.core.errors import JobAlreadyPending, UnknownDatabase
-from quire.jobs.enqueue import request_retention
 from quire.manifest.records import JobKind, RetentionRecord
 from quire.manifest.retention import WINDOW_TAG
-from tests.jobs.world import World, drop
+from tests.jobs.world import World, drop, request_retention
 
 
 def snapshots(local: World, db_id: int) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.jobs.runner import Answer, Runners
+from quire.jobs.runner import Runners, TaskResult
 from quire.jobs.stats import job as stats_module
 from quire.jobs.stats import run
 from quire.jobs.stats.job import Totals, stats_job, usage
@@ -88,7 +88,7 @@ class Weighing:
         self._runner, self._sent, self._answers = runner, sent, answers
         self.name = runner.name
 
-    def regroup(self, split: Any, inputs: Sequence[Any], join: Any, *, tick: Any) -> Iterator[Answer[Any, Any]]:
+    def regroup(self, split: Any, inputs: Sequence[Any], join: Any, *, tick: Any) -> Iterator[TaskResult[Any, Any]]:
         self._sent.append(sum(len(each.rows) for each in inputs))
         for answer in self._runner.regroup(split, inputs, join, tick=tick):
             self._answers.append(len(pickle.dumps(answer)))

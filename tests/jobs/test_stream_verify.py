@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 import quire
-from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import Tier
-from quire.jobs.enqueue import request_verify
 from quire.jobs.stream_verify.run import LogTask, verify_logs
 from quire.manifest import tables as t
-from quire.manifest.records import VerifyState
 from quire.stream.mlog_format import COPY_BYTES, decode_copy
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, fill
@@ -91,17 +88,6 @@ def test_a_copy_that_is_gone_is_missing(store: quire.Store, clicks: Stream) -> N
     result = store.heavy.verify(runner="threads").result
     assert (result["missing"], result["verified"]) == (2, 3)
     assert {each: state for each, state in states(store).items() if state != "verified"} == {1: "missing", 5: "missing"}
-
-
-def test_one_database_and_one_artifact(store: quire.Store, clicks: Stream) -> None:
-    flip(clicks.files.segment(Tier.HOT, 1))
-    job = request_verify(store.manifest, "clicks")
-    store.worker.run(job)
-    result = store.manifest.jobs.get(job).result
-    assert (result["verified"], result["altered"]) == (4, 1)
-    job = request_verify(store.manifest, ArtifactKey(clicks.stream_id, ArtifactKind.WAL, 1, 0))
-    store.worker.run(job)
-    assert store.manifest.jobs.get(job).result["state"] == VerifyState.ALTERED.name
 
 
 # ── logs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.checksums import sha256
 from quire.durable.names import object_key
 from quire.jobs.copies import STEP_BYTES
-from quire.jobs.enqueue import request_evict, request_hydrate, request_upload
+from quire.jobs.residency import request_evict, request_hydrate, request_upload
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
 from quire.objects.open import open_store
@@ -26,10 +26,10 @@ GOALS = {JobKind.UPLOAD: BOTH, JobKind.EVICT: EVICTED, JobKind.HYDRATE: BOTH}
 def test_an_upload_makes_the_object_and_records_what_it_is(world: World) -> None:
     (key,) = world.chunks(world.database(), 7)
     world.clock.advance(5)
-    result = world.done(request_upload(world.manifest, key, bitmap_hash=77))
+    result = world.done(request_upload(world.manifest, key))
     row, data = world.row(key), world.bodies[key]
     assert result == {"moved_bytes": len(data)}
-    assert (row.residency, row.sha256, row.bitmap_hash) == (BOTH, sha256(data), 77)
+    assert (row.residency, row.sha256) == (BOTH, sha256(data))
     assert row.uploaded_at_ms == world.clock.now_ms()
     assert (row.namespace_id, row.suffix) == (1, object_key(key))
     assert row.verify_state is VerifyState.UNVERIFIED
@@ -160,7 +160,7 @@ def test_an_upload_adopts_the_object_that_a_lost_answer_left(world: World) -> No
 def test_an_upload_overwrites_no_other_object(world: World, size: int) -> None:
     (key,) = world.chunks(world.database(), 1)
     open_store(world.objects_url).put(epoch_name(world.manifest, key), unlike(world.bodies[key])[:size])
-    assert "another object has" in world.failed(request_upload(world.manifest, key))
+    assert "a different object" in world.failed(request_upload(world.manifest, key))
     assert world.row(key).residency is LOCAL
     assert world.object(key) == unlike(world.bodies[key])[:size]
 
@@ -224,7 +224,7 @@ def test_jobs_with_bad_payloads_fail_for_good(local: World) -> None:
     (key,) = local.chunks(local.database(), 1)
     enqueue = local.manifest.jobs.enqueue
     for kind, payload in (
-        (JobKind.UPLOAD, {"bitmap_hash": "x"}),
+        (JobKind.UPLOAD, {"bitmap_hash": 7}),
         (JobKind.UPLOAD, [1]),
         (JobKind.EVICT, {"force": True}),
         (JobKind.HYDRATE, 7),

@@ -13,8 +13,8 @@ import pytest
 from quire.core.ids import ArtifactKey
 from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import armed
-from quire.jobs.enqueue import request_evict, request_hydrate, request_upload
 from quire.jobs.handler import update
+from quire.jobs.residency import request_evict, request_hydrate, request_upload
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState
 from quire.objects.api import ObjectStore, PutResult
 from quire.objects.open import open_store
@@ -122,7 +122,7 @@ def test_a_damaged_object_never_replaces_a_good_file(world: World) -> None:
     assert world.done(request_hydrate(world.manifest, key)) == {"moved_bytes": 0}
     assert world.row(key).verify_state is VerifyState.ALTERED, "that the file is good says nothing about the object"
     assert "ChecksumMismatch" in world.failed(request_evict(world.manifest, key))
-    assert "another object has" in world.failed(request_upload(world.manifest, key))
+    assert "a different object" in world.failed(request_upload(world.manifest, key))
     assert world.file(key) == world.bodies[key]
     open_store(place.url).delete(place.object_key)
     assert world.done(request_upload(world.manifest, key)) == {"moved_bytes": 100}
@@ -137,7 +137,7 @@ def test_where_nobody_knows_which_copy_is_good_neither_goes(local: World) -> Non
     local.manifest.submit([update(key, sha256=b"")]).result()
     for request in (request_evict, request_hydrate):
         assert "no digest says which copy is good" in local.failed(request(local.manifest, key))
-    assert "another object has" in local.failed(request_upload(local.manifest, key))
+    assert "a different object" in local.failed(request_upload(local.manifest, key))
     assert local.object(key) == local.bodies[key]
 
 

@@ -6,18 +6,20 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quire.core.errors import DatabaseTombstoned, ObjectStoreUnavailable, UnknownArtifact, UnknownDatabase
-from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.errors import ObjectStoreUnavailable
+from quire.core.ids import ArtifactKey
 from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
-from quire.jobs.enqueue import request_evict, request_upload, request_verify
 from quire.jobs.handler import update
+from quire.jobs.residency import request_evict, request_upload
 from quire.jobs.verify import job as verify_module
+from quire.jobs.verify.run import ArtifactFinding, VerifyTask, verify
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
 from quire.objects.api import ObjectStore
@@ -43,6 +45,16 @@ def damage(world: World, key: ArtifactKey, copy: str, how: str) -> None:
         store.put(place.object_key, bad)
 
 
+def ask(world: World, **payload: Any) -> int:
+    return world.manifest.jobs.enqueue(JobKind.VERIFY, 0, {"scope": "store", **payload})
+
+
+def finding(world: World, key: ArtifactKey) -> ArtifactFinding:
+    """What looking at one artifact gives."""
+    (found,) = verify(VerifyTask((world.place(key),)), disk=world.ctx.disk, open_store=world.ctx.open_store)
+    return found
+
+
 def states(world: World, *keys: ArtifactKey) -> list[VerifyState]:
     return [world.row(key).verify_state for key in keys]
 
@@ -52,7 +64,7 @@ def states(world: World, *keys: ArtifactKey) -> list[VerifyState]:
 def test_a_good_artifact_is_verified_and_the_moment_recorded(world: World, residency: Residency) -> None:
     key = world.artifact(residency)
     world.clock.advance(77)
-    assert world.done(request_verify(world.manifest, key)) == {"state": "VERIFIED", "problems": []}
+    assert world.done(ask(world))["verified"] == 1
     row = world.row(key)
     assert (row.verify_state, row.verified_at_ms) == (VERIFIED, world.clock.now_ms())
     assert row.sha256 == sha256(world.bodies[key]), "if it was not known it is now"
@@ -66,12 +78,13 @@ def test_a_good_artifact_is_verified_and_the_moment_recorded(world: World, resid
 )
 def test_damage_is_found_wherever_it_is(local: World, residency: Residency, copy: str, how: str) -> None:
     key = local.artifact(residency)
-    local.done(request_verify(local.manifest, key))
+    local.done(ask(local))
     damage(local, key, copy, how)
-    result = local.done(request_verify(local.manifest, key))
+    local.clock.advance(1)
+    result = local.done(ask(local))
     expected = MISSING if how == "missing" else ALTERED
-    assert result["state"] == expected.name
-    assert [copy in problem for problem in result["problems"]] == [True]
+    assert result[expected.name.lower()] == 1
+    assert [copy in problem for problem in finding(local, key).problems] == [True]
     assert local.row(key).verify_state is expected
     assert local.row(key).sha256 == sha256(local.bodies[key]), "what was known is not unlearned"
     assert local.manifest.audit(key.origin_db_id)[-1].action is AuditAction.FOUND_DAMAGED
@@ -80,10 +93,11 @@ def test_damage_is_found_wherever_it_is(local: World, residency: Residency, copy
 def test_what_was_repaired_is_verified_again(local: World) -> None:
     key = local.artifact(BOTH)
     damage(local, key, "object", "missing")
-    local.done(request_verify(local.manifest, key))
+    local.done(ask(local))
     assert states(local, key) == [MISSING]
     local.done(request_upload(local.manifest, key))
-    local.done(request_verify(local.manifest, key))
+    local.clock.advance(1)
+    local.done(ask(local))
     assert states(local, key) == [VERIFIED]
     local.is_damaged = False
 
@@ -91,83 +105,48 @@ def test_what_was_repaired_is_verified_again(local: World) -> None:
 def test_a_segment_is_compared_by_its_crc64_and_may_be_preallocated(local: World) -> None:
     db_id = local.database()
     key = local.segment(db_id, file_bytes=4096)
-    local.done(request_verify(local.manifest, key))
+    local.done(ask(local))
     assert states(local, key) == [VERIFIED]
     local.bodies[wrong := local.segment(db_id, crc64=crc64(b"?"))] = b""
     local.is_damaged = True
-    assert "crc64" in local.done(request_verify(local.manifest, wrong))["problems"][0]
+    local.clock.advance(1)
+    assert "crc64" in finding(local, wrong).problems[0]
+    assert local.done(ask(local))["altered"] == 1
     data = local.bodies[key]
     Path(local.place(key).local).write_bytes(unlike(data).ljust(4096, b"\0"))
-    assert local.done(request_verify(local.manifest, key))["state"] == "ALTERED"
+    local.clock.advance(1)
+    assert local.done(ask(local))["altered"] == 2
 
 
 def test_copies_that_differ_are_both_suspect_if_no_digest_says_which_is_right(local: World) -> None:
     key = local.artifact(BOTH)
     local.manifest.submit([update(key, sha256=b"")]).result()
     damage(local, key, "file", "altered")
-    result = local.done(request_verify(local.manifest, key))
-    assert result["state"] == "ALTERED"
-    assert "no digest says which" in result["problems"][0]
+    result = local.done(ask(local))
+    assert result["altered"] == 1
+    assert "no digest says which" in finding(local, key).problems[0]
     assert local.row(key).sha256 == b"", "nothing is learned from bad copies"
 
 
-def test_unknown_artifacts_and_databases_are_refused(local: World) -> None:
-    db_id = local.database()
-    with pytest.raises(UnknownArtifact):
-        request_verify(local.manifest, ArtifactKey(db_id, ArtifactKind.BASE, 1, 1))
-    with pytest.raises(UnknownDatabase):
-        request_verify(local.manifest, 99)
-    with pytest.raises(UnknownDatabase):
-        request_verify(local.manifest, "nobody")
-    local.segment(db_id)
-    local.manifest.drop_db(db_id).result()
-    with pytest.raises(DatabaseTombstoned):
-        request_verify(local.manifest, db_id)
-    enqueue = local.manifest.jobs.enqueue
-    assert "names no artifact" in local.failed(enqueue(JobKind.VERIFY, db_id))
-    assert "scope" in local.failed(enqueue(JobKind.VERIFY, db_id, {"scope": "everything"}))
-    assert "payload" in local.failed(enqueue(JobKind.VERIFY, db_id, {"scope": 1}))
+def test_anything_but_the_whole_store_is_refused(local: World) -> None:
+    db_id, enqueue = local.database(), local.manifest.jobs.enqueue
+    assert "of the whole store" in local.failed(enqueue(JobKind.VERIFY, db_id))
+    assert "scope" in local.failed(enqueue(JobKind.VERIFY, 0, {"scope": "everything"}))
+    assert "payload" in local.failed(enqueue(JobKind.VERIFY, 0, {"scope": 1}))
 
 
-# ── a database ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_database_is_verified_with_all_it_needs(world: World) -> None:
-    db_id, other = world.database(), world.database("other")
-    mine = [*world.chunks(db_id, 1, 300), *world.deltas(db_id, 1), world.segment(db_id)]
-    (foreign,) = world.chunks(other, 1)
-    world.done(request_upload(world.manifest, mine[0]))
-    world.done(request_evict(world.manifest, mine[0]))
-    world.clock.advance(1)
-    result = world.done(request_verify(world.manifest, "shop"))
-    assert result == {"verified": 4, "missing": 0, "altered": 0, "damaged": []}
-    assert states(world, *mine) == [VERIFIED] * 4
-    assert states(world, foreign) == [VerifyState.UNVERIFIED]
-
-
-def test_a_fork_is_verified_with_what_it_shares(local: World) -> None:
-    db_id = local.database()
-    shared, replaced = local.chunks(db_id, 1, 2)
-    segment = local.segment(db_id)
-    fork = local.manifest.snapshots.fork(db_id, "fork")
-    (new,) = local.chunks(db_id, 2)
-    (own,) = local.chunks(fork, 3)
-    local.manifest.snapshots.publish(fork, "kept")
-    local.chunks(fork, 3)
-    assert local.done(request_verify(local.manifest, fork))["verified"] == 5
-    assert states(local, shared, replaced, segment, own) == [VERIFIED] * 4
-    assert states(local, new) == [VerifyState.UNVERIFIED]
-
-
+# ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_result_counts_and_names_what_is_damaged(local: World) -> None:
     keys = local.chunks(local.database(), 1, 2, 3)
     damage(local, keys[0], "file", "missing")
     damage(local, keys[2], "file", "truncated")
-    result = local.done(request_verify(local.manifest, "shop"))
+    result = local.done(ask(local))
     assert (result["verified"], result["missing"], result["altered"]) == (1, 1, 1)
     assert result["damaged"] == [f"{object_key(keys[0])} MISSING", f"{object_key(keys[2])} ALTERED"]
 
 
 def test_what_was_verified_longest_ago_comes_first(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "STEP_ARTIFACTS", 1)
+    monkeypatch.setattr(verify_module, "WAVE_BYTES", 1)
     keys = local.chunks(local.database(), 1, 2, 3, 4)
     for moment, key in ((30, keys[0]), (10, keys[2]), (20, keys[3])):
         local.manifest.submit([update(key, verified_at_ms=moment)]).result()
@@ -178,40 +157,24 @@ def test_what_was_verified_longest_ago_comes_first(local: World, monkeypatch: py
         order.extend(done - set(order))
 
     with armed("jobs.verify.published", look):
-        local.done(request_verify(local.manifest, "shop"))
+        local.done(ask(local))
     assert order == [keys[1], keys[2], keys[3], keys[0]], "never verified, then the oldest"
-
-
-def test_an_attempt_is_bounded_and_the_next_one_goes_on(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "STEP_ARTIFACTS", 2)
-    monkeypatch.setattr(verify_module, "ATTEMPT_ARTIFACTS", 4)
-    keys = local.chunks(local.database(), *range(10))
-    looked: list[str] = []
-    with armed("jobs.verify.looked", looked.append):
-        job_id = request_verify(local.manifest, "shop")
-        for expected in (4, 8):
-            local.worker.drain()
-            assert local.job(job_id).state is JobState.PENDING
-            assert states(local, *keys).count(VERIFIED) == len(looked) == expected
-            local.clock.advance(2)
-        assert local.done(job_id)["verified"] == 10
-    assert len(looked) == 10, "nothing is looked at twice"
-    assert local.job(job_id).record.failures == 0
 
 
 def test_an_interrupted_verification_repeats_only_what_was_not_committed(
     local: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_module, "STEP_ARTIFACTS", 2)
-    local.chunks(local.database(), *range(6))
-    job_id = request_verify(local.manifest, "shop")
+    monkeypatch.setattr(verify_module, "WAVE_ARTIFACTS", 2)
+    keys = local.chunks(local.database(), *range(6))
+    job_id = ask(local)
     looked: list[str] = []
     with armed("jobs.verify.published", "1*off->raise:EIO"), armed("jobs.verify.looked", looked.append):
         local.worker.drain()
         local.clock.advance(5)
     with armed("jobs.verify.looked", looked.append):
-        assert local.done(job_id)["verified"] == 6
+        assert local.done(job_id)["complete"]
     assert len(looked) == 6
+    assert set(states(local, *keys)) == {VERIFIED}
 
 
 def test_a_new_verification_looks_at_everything_again(local: World) -> None:
@@ -220,13 +183,13 @@ def test_a_new_verification_looks_at_everything_again(local: World) -> None:
         looked: list[str] = []
         local.clock.advance(1)
         with armed("jobs.verify.looked", looked.append):
-            local.done(request_verify(local.manifest, "shop"))
+            local.done(ask(local))
         assert len(looked) == 2
 
 
 def test_a_clock_that_goes_back_does_not_make_it_endless(local: World) -> None:
     local.chunks(local.database(), 1, 2)
-    job_id = request_verify(local.manifest, "shop")
+    job_id = ask(local)
     before = local.clock.now_ms()
     local.clock.jump(-3600)
     assert local.done(job_id)["verified"] == 2
@@ -237,7 +200,7 @@ def test_a_clock_that_goes_back_does_not_make_it_endless(local: World) -> None:
 def test_what_comes_after_the_request_is_not_its_business(local: World) -> None:
     db_id = local.database()
     local.chunks(db_id, 1)
-    job_id = request_verify(local.manifest, db_id)
+    job_id = ask(local)
     local.clock.advance(1)
     (new,) = local.chunks(db_id, 2)
     local.segment(db_id)
@@ -252,17 +215,13 @@ def test_what_is_being_deleted_is_left_alone(local: World) -> None:
     (old,) = local.chunks(db_id, 1)
     local.chunks(db_id, 1)
     os.remove(local.place(old).local)  # as the delete job does before the row goes
-    assert local.done(request_verify(local.manifest, db_id)) == {
-        "verified": 1,
-        "missing": 0,
-        "altered": 0,
-        "damaged": [],
-    }
+    result = local.done(ask(local))
+    assert (result["verified"], result["missing"], result["altered"], result["damaged"]) == (1, 0, 0, [])
 
 
 def test_an_artifact_that_is_evicted_meanwhile_is_not_called_missing(local: World) -> None:
     key = local.artifact(BOTH)
-    job_id = request_verify(local.manifest, key.origin_db_id)
+    job_id = ask(local)
     once = iter([True])
 
     def evict(_: str) -> None:
@@ -292,7 +251,7 @@ class Eventful(OsDisk):
 def test_a_verdict_on_what_was_moved_under_the_second_look_too_does_not_count(local: World) -> None:
     key = local.artifact(BOTH)
     path = Path(local.place(key).local)
-    job_id = request_verify(local.manifest, key.origin_db_id)
+    job_id = ask(local)
     mover = local.worker_of()
 
     def away() -> None:
@@ -307,8 +266,8 @@ def test_a_verdict_on_what_was_moved_under_the_second_look_too_does_not_count(lo
     local.worker_of().drain()
     assert local.row(key).residency is EVICTED
     assert states(local, key) == [VerifyState.UNVERIFIED], "it was called missing, and it is not"
-    local.clock.advance(5)
-    assert local.done(job_id)["verified"] == 1
+    assert local.job(job_id).result["missing"] == 0
+    assert local.done(ask(local))["verified"] == 1
     local.assert_settled()
 
 
@@ -324,7 +283,7 @@ def test_bytes_garbled_on_their_way_are_read_again(local: World) -> None:
             path.write_bytes(data)
 
     with armed("jobs.verify.looked", restore):
-        assert local.done(request_verify(local.manifest, key))["state"] == "VERIFIED"
+        assert local.done(ask(local))["verified"] == 1
 
 
 def test_a_bucket_that_does_not_answer_keeps_nothing_else_from_being_verified(local: World) -> None:
@@ -342,7 +301,7 @@ def test_a_bucket_that_does_not_answer_keeps_nothing_else_from_being_verified(lo
         return open_store(url)
 
     local.opener = opener
-    job_id = request_verify(local.manifest, db_id)
+    job_id = ask(local)
     local.worker.drain()
     assert states(local, *near) == [VERIFIED] * 2
     assert states(local, *far) == [VerifyState.UNVERIFIED] * 5
@@ -352,9 +311,10 @@ def test_a_bucket_that_does_not_answer_keeps_nothing_else_from_being_verified(lo
     assert asked.count(bucket) == 1, "once, not for each artifact"
     local.opener = open_store
     local.clock.advance(5)
-    assert local.done(job_id)["verified"] == 7
+    assert local.done(job_id)["verified"] == 5, "the others were recorded"
+    assert states(local, *near, *far) == [VERIFIED] * 7
 
 
-def test_an_empty_database_is_verified_at_once(local: World) -> None:
+def test_an_empty_store_is_verified_at_once(local: World) -> None:
     local.database()
-    assert local.done(request_verify(local.manifest, "shop"))["verified"] == 0
+    assert local.done(ask(local))["verified"] == 0

@@ -10,9 +10,9 @@ import pytest
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
-from quire.jobs.locations import Place
+from quire.jobs.locations import ArtifactLocation
 from quire.jobs.runner import Runners, ThreadRunner
-from quire.jobs.verify import whole
+from quire.jobs.verify import job as verify_module
 from quire.jobs.verify.job import verify_job
 from quire.jobs.verify.run import run_task
 from quire.jobs.worker import Worker
@@ -21,13 +21,9 @@ from quire.manifest.verification import artifacts
 from quire.objects.api import ObjectStore, list_objects
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.test_verify import damage
+from tests.jobs.test_verify import ask, damage
 from tests.jobs.world import ARCHIVED, BOTH, LOCAL, World
 from tests.pages.world import Model, write
-
-
-def ask(world: World, **payload: Any) -> int:
-    return world.manifest.jobs.enqueue(JobKind.VERIFY, 0, {"scope": "store", **payload})
 
 
 def fill(world: World) -> list[ArtifactKey]:
@@ -76,15 +72,15 @@ def test_what_is_younger_than_the_age_is_left_alone(world: World) -> None:
 def test_when_its_time_is_over_the_next_one_goes_on_with_the_oldest(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "WAVE_BYTES", 1)
+    monkeypatch.setattr(verify_module, "WAVE_BYTES", 1)
     keys = fill(world)
-    real = whole.look
+    real = verify_module.look
 
     def slow(*arguments: Any) -> Any:
         world.clock.advance(10)
         return real(*arguments)
 
-    monkeypatch.setattr(whole, "look", slow)
+    monkeypatch.setattr(verify_module, "look", slow)
     result = world.done(ask(world, max_duration_seconds=15.0))
     assert (result["verified"], result["left"], result["complete"]) == (2, 2, False)
     seen = {key for key in keys if world.row(key).verified_at_ms}
@@ -129,12 +125,12 @@ def test_an_object_store_that_does_not_answer_fails_the_attempt_and_nothing_is_c
 def test_a_wave_is_cut_into_few_tasks_and_cores_are_done_at_the_same_time(
     sizes: list[int], width: int, weights: list[int]
 ) -> None:
-    place = Place(
+    place = ArtifactLocation(
         key=ArtifactKey(1, ArtifactKind.BASE, 0, 1), residency=ARCHIVED, local="", url="", object_key="", size_bytes=0,
         sha256=b"",
     )  # fmt: skip
     wave = [(replace(place, size_bytes=size), number) for number, size in enumerate(sizes)]
-    made = whole.tasks(wave, width)
+    made = verify_module.tasks(wave, width)
     assert sorted(bitmap for task in made for bitmap in task.bitmaps) == list(range(len(sizes))), "each once"
     assert all(wave[bitmap][0] is place for task in made for place, bitmap in zip(task.places, task.bitmaps))
     assert [sum(each.size_bytes for each in task.places) for task in made] == weights

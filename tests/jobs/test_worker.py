@@ -20,7 +20,7 @@ from quire.core.errors import (
 )
 from quire.jobs import worker as worker_module
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Later, Outcome, Progress, options
+from quire.jobs.handler import Completed, Deferred, Outcome, Progress, options
 from quire.jobs.worker import Worker
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.databases import DropDb
@@ -35,7 +35,7 @@ from tests.manifest.helpers import eventually
 def test_a_job_succeeds_with_its_result_and_its_effects(local: World) -> None:
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         progress(1, 2)
-        return Done({"n": job.payload}, ops=(RecordMetric(5, 5, [1.0]),))
+        return Completed({"n": job.payload}, ops=(RecordMetric(5, 5, [1.0]),))
 
     job_id = local.manifest.jobs.enqueue(KIND, payload=3)
     assert worker_with(local, work).drain() == 1
@@ -48,7 +48,7 @@ def test_what_is_too_early_waits_without_having_failed(local: World) -> None:
     job_id = enqueue(local)
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        return Later(due) if ctx.clock.now_ms() < due else Done()
+        return Deferred(due) if ctx.clock.now_ms() < due else Completed()
 
     worker = worker_with(local, work)
     assert worker.drain() == 1
@@ -115,7 +115,7 @@ def test_more_work_that_came_in_is_done_in_the_same_attempt(local: World) -> Non
         calls.append(job.record.attempt)
         if len(calls) == 3:
             local.manifest.snapshots.drop(db_id, "held")
-        return Done(ops=(DropDb(db_id),))
+        return Completed(ops=(DropDb(db_id),))
 
     job_id = enqueue(local)
     worker_with(local, work).drain()
@@ -129,7 +129,7 @@ def test_work_that_never_ends_fails_the_attempt_instead_of_spinning(local: World
     local.manifest.snapshots.publish(db_id, "held")
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        return Done(ops=(DropDb(db_id),))
+        return Completed(ops=(DropDb(db_id),))
 
     job_id = enqueue(local)
     worker_with(local, work).drain()
@@ -172,7 +172,7 @@ def test_the_heart_beats_until_the_last_handler_has_ended(local: World) -> None:
         begun.set()
         assert go_on.wait(60)
         progress(1, 1)
-        return Done()
+        return Completed()
 
     job_id = enqueue(local)
     worker = worker_with(local, work, lease_seconds=0.2)
@@ -200,7 +200,7 @@ def test_a_handler_that_does_not_stop_is_reported_and_left(local: World, capsys:
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         begun.set()
         assert go_on.wait(60)
-        return Done()
+        return Completed()
 
     job_id = enqueue(local)
     worker = worker_with(local, work)
@@ -235,7 +235,7 @@ def test_several_threads_share_the_work(local: World) -> None:
         if len(done) < 3:
             together.wait()
         done.append(job.job_id)
-        return Done()
+        return Completed()
 
     ids = [enqueue(local) for _ in range(9)]
     with started(worker_with(local, work, threads=3)):

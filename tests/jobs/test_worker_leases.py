@@ -9,7 +9,7 @@ import pytest
 from quire.jobs import handler
 from quire.jobs import leases as leases_module
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, commit_step
+from quire.jobs.handler import Completed, Outcome, Progress, commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import BACKOFF_SECONDS, LEASE_SECONDS, Job
 from quire.manifest.ops.jobs import RenewJobLease
@@ -51,7 +51,7 @@ def test_a_heartbeat_is_not_a_commit_each_time(local: World, monkeypatch: pytest
         for _ in range(100):
             progress(1, 2)
             keeper.beat()
-        return Done()
+        return Completed()
 
     worker = worker_with(local, work)
     keeper = worker._new_keeper()
@@ -74,7 +74,7 @@ def test_during_a_drain_the_heart_beats_too(local: World) -> None:
             return lease is not None and lease.heartbeat_at_ms > before.heartbeat_at_ms
 
         seen.append(eventually(renewed))
-        return Done()
+        return Completed()
 
     enqueue(local)
     worker_with(local, work, lease_seconds=0.3).drain()
@@ -139,7 +139,7 @@ def test_a_step_and_its_right_to_be_taken_are_one_transaction(local: World, monk
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         commit_step(ctx, job, [RecordMetric(1, 1, [1.0])])
-        return Done()
+        return Completed()
 
     monkeypatch.setattr(handler, "RenewJobLease", cancelled_meanwhile)
     job_id = enqueue(local)
@@ -156,7 +156,7 @@ def test_a_step_keeps_lease_and_progress_as_they_are(local: World) -> None:
         before = ctx.manifest.jobs.get(job.job_id).lease
         commit_step(ctx, job, [RecordMetric(1, 1, [1.0])])
         assert ctx.manifest.jobs.get(job.job_id).lease == before
-        return Done()
+        return Completed()
 
     job_id = enqueue(local)
     worker_with(local, work).drain()

@@ -19,11 +19,11 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import object_key
-from quire.jobs.context import JobContext, StorePool, artifact_row
-from quire.jobs.enqueue import request_evict, request_upload
-from quire.jobs.locations import OpenStore, Place
+from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.locations import ArtifactLocation, OpenStore, StorePool
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.registry import HANDLERS
+from quire.jobs.residency import request_evict, request_upload
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -65,6 +65,18 @@ def body(size: int = 100) -> bytes:
     """Bytes unlike any other body's."""
     seed = next(_bodies).to_bytes(8, "big")
     return b"".join(sha256(seed + block.to_bytes(4, "big")).digest() for block in range(size // 32 + 1))[:size]
+
+
+def request_verify(manifest: ManifestStore) -> int:
+    """Have the whole store verified; the job."""
+    return manifest.jobs.enqueue(JobKind.VERIFY, 0)
+
+
+def request_retention(manifest: ManifestStore, db: int | str, *, force: bool = False) -> int:
+    """Have a database's policy applied; the job."""
+    with manifest.read() as txn:
+        db_id = txn.database_id(db) if isinstance(db, str) else db
+    return manifest.jobs.enqueue(JobKind.RETENTION, db_id, {"force": True} if force else None)
 
 
 @dataclass
@@ -220,7 +232,7 @@ class World:
         with self.manifest.read() as txn:
             return artifact_row(txn, key)
 
-    def place(self, key: ArtifactKey) -> Place:
+    def place(self, key: ArtifactKey) -> ArtifactLocation:
         with self.manifest.read() as txn:
             place = self.ctx.place(txn, key)
         assert place is not None, key
@@ -245,7 +257,7 @@ class World:
                 found.update(os.path.relpath(os.path.join(folder, name), self.root) for name in names)
         return found
 
-    def artifacts(self) -> dict[ArtifactKey, Place]:
+    def artifacts(self) -> dict[ArtifactKey, ArtifactLocation]:
         """Every artifact of the catalog that is not being deleted."""
         with self.manifest.read() as txn:
             return {key: self.ctx.place_of(txn, key, row) for key, row in _rows(txn) if not _is_doomed(txn, key)}

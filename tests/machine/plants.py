@@ -13,7 +13,7 @@ import pytest
 
 from quire.jobs.delete import job as delete_module
 from quire.jobs.delete import run
-from quire.jobs.locations import Place
+from quire.jobs.locations import ArtifactLocation
 from quire.jobs.maintenance import Upkeep
 from quire.manifest import check as checker
 from quire.manifest.ops import databases, refs, slots, snapshots
@@ -107,7 +107,7 @@ def objects_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 def only_files_go(patch: pytest.MonkeyPatch) -> None:
     """Of what has a file and an object."""
     alone = (Residency.REMOTE_ARCHIVED, Residency.EVICTED)
-    patch.setattr(Place, "may_have_remote", property(lambda self: self.residency in alone))
+    patch.setattr(ArtifactLocation, "may_have_remote", property(lambda self: self.residency in alone))
 
 
 def abandoned_chunks_stay(patch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.jobs.enqueue import request_evict, request_upload
-from quire.jobs.uploads import upload_now
+from quire.jobs.residency import request_evict, request_upload, upload_now
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache

@@ -19,7 +19,8 @@ import pytest
 from quire.core.errors import JobAlreadyPending
 from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.files import Disk, OsDisk
-from quire.jobs.context import JobContext, StorePool
+from quire.jobs.context import JobContext
+from quire.jobs.locations import StorePool
 from quire.jobs.registry import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest.namespaces import collector_of

@@ -17,7 +17,7 @@ from quire.core import settings
 from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind
 from quire.objects.open import ALLOWED, REMOTE_SCHEMES
-from quire.spark.sources.registry import sources
+from quire.spark.sources.registry import SOURCES
 from tests.rules.tree import ROOT
 
 RECIPES = [
@@ -66,7 +66,7 @@ def test_every_scheme_of_object_stores_is_documented() -> None:
 
 
 def test_every_spark_source_is_documented() -> None:
-    assert not [source.name() for source in sources() if f"`{source.name()}`" not in page("spark.md")]
+    assert not [source.name() for source in SOURCES if f"`{source.name()}`" not in page("spark.md")]
 
 
 def test_every_threshold_has_a_sentence() -> None:

@@ -152,7 +152,7 @@ def _roots(options: dict[str, str]) -> set[str]:
 
     from quire.spark.sources import sqlite
 
-    given = sqlite._options({**options, "database": "shop", "snapshot": "monday", "table": "orders"})
+    given = sqlite.SqliteSource.parse({**options, "database": "shop", "snapshot": "monday", "table": "orders"})
     reader = sqlite.SqliteReader(given, StructType([StructField("id", LongType())]))
     return {piece.version.root for part in reader.partitions() for piece in part.value}
 

@@ -15,7 +15,7 @@ import pytest
 from quire.core.errors import Corruption, InternalError, InvalidConfig, InvalidInput, SparkUnavailable
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
-from quire.jobs.runner import AUTO_BYTES, Answer, Runner, Runners, ThreadRunner, Tools
+from quire.jobs.runner import AUTO_BYTES, Runner, Runners, TaskResult, ThreadRunner, Tools
 from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
@@ -48,7 +48,7 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Runner]:
     yield ThreadRunner(Tools(sources, open_store, OsDisk(), str(tmp_path)), 2)
 
 
-def told(answers: Iterator[Answer[Any, Any]]) -> dict[Any, Any]:
+def told(answers: Iterator[TaskResult[Any, Any]]) -> dict[Any, Any]:
     """Key → value, or the words of the error."""
     return {each.key: each.value if each.error is None else str(each.error).partition(";")[0] for each in answers}
 

@@ -13,7 +13,8 @@ from quire.core.errors import CursorLost
 from quire.manifest.change import change_from_json
 from quire.spark.access import access_of
 from quire.spark.sources import changes
-from quire.spark.sources.changes import SCHEMA, Span, read_span, split
+from quire.spark.sources.base import arrow_schema
+from quire.spark.sources.changes import SCHEMA, ChangeRange, read_changes, split
 from tests.service.world import reserve
 from tests.spark.sourced import Owned, owned
 
@@ -66,9 +67,9 @@ def test_only_the_columns_that_are_asked_for(owner: Owned) -> None:
 
 def test_parts_of_a_range_together_are_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "PARTITION_CHANGES_MIN", 1)
-    assert split(Span(5, 4), 3) == []
+    assert split(ChangeRange(5, 4), 3) == []
     for last in range(5, 30):
-        parts = [part.value for part in split(Span(5, last), 4)]
+        parts = split(ChangeRange(5, last), 4)
         assert len(parts) <= 4
         assert [number for part in parts for number in range(part.first, part.last + 1)] == list(range(5, last + 1))
 
@@ -83,7 +84,7 @@ def test_what_was_trimmed_is_an_error_and_not_a_gap(spark: SparkSession, tmp_pat
             owner.read("quire.changes", first=1).collect()
         access = access_of(owner.options)
         with pytest.raises(CursorLost):  # trimmed between planning and reading
-            list(read_span(access, Span(1, 20), SCHEMA))
+            list(read_changes(access, ChangeRange(1, 20), arrow_schema(SCHEMA)))
         with pytest.raises(Exception, match="has not come this far"):
             owner.read("quire.changes", last=10_000).collect()
 

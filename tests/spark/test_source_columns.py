@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from quire.core.errors import InvalidInput
 from quire.spark.sources import sqlite_columns
-from quire.spark.sources.sqlite_columns import ColumnQuery, Rowids, windows
-from quire.spark.sources.sqlite_ranges import LEAST, MOST
-from quire.spark.sources.sqlite_rows import batches, cut, gathered, texts
-from quire.spark.sources.sqlite_tables import find_table
+from quire.spark.sources.sqlite_columns import ColumnQuery, cut, gathered, row_batches, texts, windows
+from quire.spark.sources.sqlite_tables import LEAST, MOST, Rowids, find_table
 
 WANTED = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("s", pa.string())])
 MAKE = "CREATE TABLE t(id INTEGER PRIMARY KEY, n INTEGER, s TEXT, big BLOB)"
@@ -39,7 +37,7 @@ class Asked:
     def rows(self, span: Rowids) -> Iterator[pa.RecordBatch]:
         names = ", ".join(self.schema.names)
         found = self.connection.execute(f"SELECT {names} FROM t WHERE rowid BETWEEN ? AND ?", span)
-        return batches(iter(found), self.schema, null_misfits=self.null_misfits)
+        return row_batches(iter(found), self.schema, null_misfits=self.null_misfits)
 
     def again(self, span: Rowids) -> Iterator[pa.RecordBatch]:
         self.by_rows.append(span)

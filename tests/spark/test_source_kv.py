@@ -21,10 +21,9 @@ from quire.lsm.verify import problems
 from quire.manifest.records import JobState
 from quire.spark.sessions import session
 from quire.spark.sources import kv
-from quire.spark.sources.kv import WRITING, Piece, Range, cut
+from quire.spark.sources.base import Options
+from quire.spark.sources.kv import WRITING, KeyRange, KeyRangeTask, KvWriter, TablesMessage, cut
 from quire.spark.sources.kv_load import bulk_load, in_ranges
-from quire.spark.sources.kv_writer import KvWriter, TablesMessage
-from quire.spark.sources.options import Options
 from tests.spark.sourced import Owned, owned
 
 if TYPE_CHECKING:
@@ -150,13 +149,13 @@ def test_pieces_are_disjoint_and_have_everything(owner: Owned, monkeypatch: pyte
     info = owner.store.snapshot("cart", "now")
     version = owner.store.kvs.version("cart", info.snapshot_id)
     monkeypatch.setattr(kv, "PIECE_BYTES", 1)
-    pieces = list(cut(version.directory, version.sst_ids, Range(), 5))
+    pieces = list(cut(version.directory, version.sst_ids, KeyRange(), 5))
     assert 4 <= len(pieces) <= 6
     assert all(left.range.high == right.range.low for left, right in pairwise(pieces))
     assert (pieces[0].range.low, pieces[-1].range.high) == (b"", None)
     assert min(len(piece.sst_ids) for piece in pieces) < len(version.sst_ids), "only tables that have keys there"
-    narrow = list(cut(version.directory, version.sst_ids, Range(b"002500", b"002501"), 5))
-    assert narrow == [Piece(version.directory, narrow[0].sst_ids, Range(b"002500", b"002501"))]
+    narrow = list(cut(version.directory, version.sst_ids, KeyRange(b"002500", b"002501"), 5))
+    assert narrow == [KeyRangeTask(version.directory, narrow[0].sst_ids, KeyRange(b"002500", b"002501"))]
 
 
 def test_an_empty_frame_and_an_empty_database(owner: Owned) -> None:

@@ -18,10 +18,10 @@ from quire.core.errors import LeaseExpired, SnapshotGone
 from quire.manifest import tables as t
 from quire.manifest.leases import leases_of
 from quire.spark.access import access_of, options_of
-from quire.spark.sources import leases
+from quire.spark.sources import base
+from quire.spark.sources.base import KEEP_SECONDS, has_ended, kept
 from quire.spark.sources.diff import DiffSource
 from quire.spark.sources.kv import KvSource
-from quire.spark.sources.leases import KEEP_SECONDS, has_ended, kept
 from quire.spark.sources.pages import PagesSource
 from quire.spark.sources.sqlite import SqliteSource
 from quire.store.store import Store
@@ -160,7 +160,7 @@ def test_a_task_renews_while_it_reads(store: Store, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_owner_that_is_away_fails_no_task(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(base, "RENEW_SECONDS", 0.1)
     access = access_of({"store": store.path})
     assert has_ended(access, 12_345), "an owner that is there knows"
     away = type(access)(uri="grpc+unix:///nowhere.sock")

@@ -25,14 +25,12 @@ from quire.manifest.ops.cursors import TrimChanges
 from quire.manifest.ops.databases import RegisterDb
 from quire.manifest.records import DbKind, DbRecord
 from quire.spark.access import access_of, options_of
-from quire.spark.sources.change_rows import as_batch, told
-from quire.spark.sources.changes import SCHEMA
-from quire.spark.sources.options import Options
-from quire.spark.sources.row_diff import merged
-from quire.spark.sources.shapes import arrow_schema, fitted, spark_schema
-from quire.spark.sources.sqlite_ranges import LEAST, MOST, _varint, rowid_ranges
-from quire.spark.sources.sqlite_rows import STEP_ROWS, batches, column, gathered
-from quire.spark.sources.views import Piece, ReadAhead, Version, dealt, opened
+from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
+from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
+from quire.spark.sources.diff import merged
+from quire.spark.sources.sqlite_columns import STEP_ROWS, column, gathered, row_batches
+from quire.spark.sources.sqlite_tables import LEAST, MOST, _varint, rowid_ranges
+from quire.spark.sources.views import DatabaseVersion, ReadAhead, ViewPiece, dealt, opened
 from tests.spark.sourced import QUIET
 
 
@@ -124,11 +122,11 @@ def test_a_misfit_is_an_error_that_names_it() -> None:
 def test_batches_have_all_rows_in_order() -> None:
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     rows = [(number, None if number % 5 else str(number)) for number in range(3 * STEP_ROWS + 7)]
-    made = list(gathered(batches(iter(rows), schema, null_misfits=False)))
+    made = list(gathered(row_batches(iter(rows), schema, null_misfits=False)))
     assert len(made) == 1, "small steps become one batch"
     assert list(zip(*made[0].to_pydict().values())) == rows
     wide = [(number, "x" * 100_000) for number in range(200)]
-    made = list(gathered(batches(iter(wide), schema, null_misfits=False)))
+    made = list(gathered(row_batches(iter(wide), schema, null_misfits=False)))
     assert [row for batch in made for row in zip(*batch.to_pydict().values())] == wide
 
 
@@ -136,8 +134,10 @@ def test_batches_have_all_rows_in_order() -> None:
 def test_operations_are_told_as_everywhere() -> None:
     record = DbRecord("shop", DbKind.PAGES, 7, config_hash=b"\x00\xff", tags={"a": "b"})
     ops = [ReserveIds(Counter.JOB, 7), RegisterDb(3, record), ReserveIds(Counter.CURSOR, 2**63), TrimChanges()]
-    assert [json.loads(each) for each in told(ops)] == plain(ops)
-    assert [each.encode() for each in told(ops)] == [msgspec.json.encode(plain(op)) for op in ops], "byte for byte"
+    assert [json.loads(each) for each in operations_json(ops)] == plain(ops)
+    assert [each.encode() for each in operations_json(ops)] == [msgspec.json.encode(plain(op)) for op in ops], (
+        "byte for byte"
+    )
     change = ChangeRecord(
         5, 1_700_000_000_123, (RegisterDb(3, record),), ((int(Component.DATABASE), 2), (9_999, 1)), "t"
     )
@@ -152,7 +152,7 @@ def test_operations_are_told_as_everywhere() -> None:
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_pieces_are_dealt_evenly() -> None:
-    pieces: list[Piece[int]] = [Piece(None, number, number % 13 * 100) for number in range(200)]  # type: ignore[arg-type]
+    pieces: list[ViewPiece[int]] = [ViewPiece(None, number, number % 13 * 100) for number in range(200)]  # type: ignore[arg-type]
     heaps = dealt(pieces, 7)
     assert sorted(piece.part for heap in heaps for piece in heap) == list(range(200))
     loads = [sum(piece.size_bytes for piece in heap) for heap in heaps]
@@ -172,7 +172,7 @@ def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tm
         with store.pages.open_view("shop", "monday") as local:
             expected = [local.read_page(page) for page in range(local.size_pages)]
         for root in (store.path, str(tmp_path / "elsewhere")):
-            with opened(Version("shop", view, root)) as reader:
+            with opened(DatabaseVersion("shop", view, root)) as reader:
                 ahead = ReadAhead(reader)
                 assert [ahead.read_page(page) for page in range(ahead.size_pages)] == expected
                 assert [ahead.read_page(page) for page in (7, 400, 3)] == [expected[page] for page in (7, 400, 3)]

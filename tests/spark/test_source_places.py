@@ -13,7 +13,7 @@ import quire
 from quire.objects.api import list_objects
 from quire.spark.access import object_options, options_of
 from quire.spark.sources import manifest_log, pages, stream
-from quire.spark.sources.options import Options
+from quire.spark.sources.base import Options, QuireSource
 from tests.objects.conftest import fresh_url, s3_server
 from tests.spark.test_source_records import SETTINGS
 
@@ -28,8 +28,8 @@ def rows(reader: Any) -> list[dict[str, Any]]:
     ]
 
 
-def asked(module: Any, options: dict[str, str], **more: str) -> Options:
-    return Options({**options, **more}, source="a source", known=module.OPTIONS)
+def asked(source: type[QuireSource], options: dict[str, str], **more: str) -> Options:
+    return source.parse({**options, **more})
 
 
 def test_sources_reach_object_stores_as_quire_toml_says(
@@ -65,9 +65,13 @@ def test_sources_reach_object_stores_as_quire_toml_says(
         store.checkpoint("shop")
         options = options_of(store)
 
-        records = stream.StreamReader(given := asked(stream, options, stream="clicks"), stream.shape(given))
+        records = stream.RecordsReader(
+            given := asked(stream.StreamSource, options, stream="clicks"), stream.shape(given)
+        )
         assert [row["payload"] for row in rows(records)] == [b"one", b"two"]
-        logs = manifest_log.ManifestLogTable(asked(manifest_log, options, tier="object"), manifest_log.SCHEMA)
+        logs = manifest_log.ManifestLogTable(
+            asked(manifest_log.ManifestLogSource, options, tier="object"), manifest_log.SCHEMA
+        )
         assert "UploadDone" in {row["type"] for row in rows(logs)}
         source = pages.PagesSource(dict(options, database="shop", upload="true"))
         assert rows(source.reader(source.schema()))
@@ -99,6 +103,8 @@ def test_a_log_of_a_former_owner_epoch_is_read_as_far_as_the_stream_went_on_from
         (begin,) = clicks.ledger.log.objects.begins  # type: ignore[union-attr]
         clicks.store.put(first.chunk_key(begin.chunk), foreign)  # the deposed owner goes on
         options = options_of(store)
-        logs = manifest_log.ManifestLogTable(asked(manifest_log, options, tier="object"), manifest_log.SCHEMA)
+        logs = manifest_log.ManifestLogTable(
+            asked(manifest_log.ManifestLogSource, options, tier="object"), manifest_log.SCHEMA
+        )
         found = rows(logs)
         assert [row["ordinal"] for row in found] == list(range(count))

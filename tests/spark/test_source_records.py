@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 import quire
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, StalePlan, UnknownDatabase
 from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings, StreamSettings
 from quire.spark.access import options_of
-from quire.spark.sources import manifest_log, stream, stream_queries
-from quire.spark.sources.options import Options
+from quire.spark.sources import manifest_log, stream
+from quire.spark.sources.base import Options
 from quire.stream.remote_read import SharedSegment, SharedStream
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
@@ -70,12 +71,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Stre
 
 def given(path: Path, **options: Any) -> Options:
     wanted = {"store": str(path), "stream": "clicks", **{name: str(value) for name, value in options.items()}}
-    return Options(wanted, source="quire.stream", known=stream.OPTIONS)
+    return Options(wanted, source="quire.stream", known=stream.StreamSource.KNOWN)
 
 
-def reader(path: Path, **options: Any) -> stream.StreamReader:
+def reader(path: Path, **options: Any) -> stream.RecordsReader:
     wanted = given(path, **options)
-    return stream.StreamReader(wanted, stream.shape(wanted))
+    return stream.RecordsReader(wanted, stream.shape(wanted))
 
 
 def read(source: Any, partitions: Any) -> list[tuple[Any, ...]]:
@@ -109,7 +110,7 @@ def test_a_range_is_of_the_records_that_were_asked_for(place: tuple[Path, Stream
         with pytest.raises(InvalidInput):
             reader(path, **options)
     with pytest.raises(UnknownDatabase):
-        stream.StreamReader(given(path, stream="taps"), stream.shape(given(path))).partitions()
+        stream.RecordsReader(given(path, stream="taps"), stream.shape(given(path))).partitions()
 
 
 def test_parts_are_of_about_the_same_size_and_together_are_all(
@@ -160,10 +161,10 @@ def test_what_moved_after_planning_is_found_again(tmp_path: Path) -> None:
         assert read(some, parts) == [(n, payload(n)) for n in range(1, RECORDS + 1)]
 
 
-def elsewhere(parts: Any) -> list[stream.StreamPartition]:
+def elsewhere(parts: Any) -> list[InputPartition]:
     """The same parts on a machine that does not see the store's directory."""
     found = [(part.value, msgspec.structs.replace(part.value.share, root="/nowhere")) for part in parts]
-    return [stream.StreamPartition(replace(part, share=share)) for part, share in found]
+    return [InputPartition(replace(part, share=share)) for part, share in found]
 
 
 def test_executors_that_see_no_directory_read_objects(tmp_path: Path) -> None:
@@ -214,10 +215,10 @@ def test_a_damaged_copy_is_passed_over_and_a_lone_one_is_an_error(tmp_path: Path
 
 # ── as it comes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
-def query(path: Path, **options: Any) -> Iterator[stream_queries.StreamQueryReader]:
+def query(path: Path, **options: Any) -> Iterator[stream.RecordsQueryReader]:
     """The reader as Spark's process has it."""
     wanted = given(path, **options)
-    found = stream_queries.StreamQueryReader(wanted, stream.shape(wanted))
+    found = stream.RecordsQueryReader(wanted, stream.shape(wanted))
     try:
         yield found
     finally:
@@ -321,7 +322,9 @@ def test_a_query_that_idles_keeps_its_hold_until_it_ends(spark: SparkSession, tm
 
 # ── the manifest log ──────────────────────────────────────────────────────────────────────────────────────────────────
 def logs(path: Path, **options: Any) -> manifest_log.ManifestLogTable:
-    wanted = Options({"store": str(path), **options}, source="quire.manifest_log", known=manifest_log.OPTIONS)
+    wanted = Options(
+        {"store": str(path), **options}, source="quire.manifest_log", known=manifest_log.ManifestLogSource.KNOWN
+    )
     return manifest_log.ManifestLogTable(wanted, manifest_log.SCHEMA)
 
 

@@ -15,7 +15,7 @@ from quire.core.errors import InvalidInput
 from quire.spark.sources import sqlite
 from quire.spark.sources.sqlite import SqliteReader, SqliteSource
 from quire.spark.sources.sqlite_tables import table_schema
-from quire.spark.sources.views import Asked
+from quire.spark.sources.views import VersionRequest
 from quire.sqlite.where_clause import bracketed
 from tests.spark.sourced import Owned, owned, rows_of
 
@@ -117,7 +117,7 @@ def test_pieces_of_a_large_table_have_the_rows_of_a_condition_once(
     """An `or` in it must not undo the range of rowids that a piece has."""
     monkeypatch.setattr(sqlite, "PIECE_BYTES", 8_192)
     given = {**owner.options, "database": "shop", "table": "orders", "snapshot": "monday", "partitions": "3"}
-    options = sqlite._options({**given, "columns": "id", "where": "id < 5 or id > 2990"})
+    options = sqlite.SqliteSource.parse({**given, "columns": "id", "where": "id < 5 or id > 2990"})
     source = SqliteSource({**given, "columns": "id", "where": "id < 5 or id > 2990"})
     reader = SqliteReader(options, source.schema())
     parts = reader.partitions()
@@ -131,7 +131,7 @@ def test_a_wrong_condition_is_said_before_the_query_runs(owner: Owned) -> None:
     given = {**owner.options, "database": "shop", "table": "orders", "where": "1) union select 1 from pairs where (1"}
     with pytest.raises(Exception, match="not a condition on this table"):
         owner.spark.read.format("quire.sqlite").options(**given).load()
-    reader = SqliteReader(sqlite._options({**given, "where": "prcie > 5"}), StructType().add("id", "long"))
+    reader = SqliteReader(sqlite.SqliteSource.parse({**given, "where": "prcie > 5"}), StructType().add("id", "long"))
     with pytest.raises(InvalidInput, match="no such column: prcie"):
         reader.partitions()
     many = owner.read("quire.sqlite", databases="*.shop", table="t", absent="skip", where="a is not null")
@@ -142,9 +142,11 @@ def test_a_large_table_is_cut_by_its_tree(owner: Owned, monkeypatch: pytest.Monk
     """In this process: Spark plans in another one, which does not know of the smaller pieces."""
     monkeypatch.setattr(sqlite, "PIECE_BYTES", 8_192)
     given = {**owner.options, "database": "shop", "table": "orders", "snapshot": "monday", "partitions": "3"}
-    options = sqlite._options(given)
+    options = sqlite.SqliteSource.parse(given)
     with options.access().connect() as client:
-        schema = table_schema(sqlite.find_in(client, Asked(options), "shop", "orders"), [], with_database=False)
+        schema = table_schema(
+            sqlite.find_in(client, VersionRequest(options), "shop", "orders"), [], with_database=False
+        )
     reader = SqliteReader(options, schema)
     parts = reader.partitions()
     assert len(parts) == 3

@@ -16,9 +16,9 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownSnapshot
-from quire.spark.sources.changes import SCHEMA
-from quire.spark.sources.changes_stream import ChangesStreamReader
-from quire.spark.sources.options import Options
+from quire.spark.sources import changes
+from quire.spark.sources.base import Options
+from quire.spark.sources.changes import SCHEMA, ChangesQueryReader
 from tests.service.world import reserve
 from tests.spark.sourced import Owned, owned
 
@@ -44,16 +44,16 @@ class Stream:
 
     def __init__(self, owner: Owned, **options: Any) -> None:
         given = {**owner.options, **{name: str(value) for name, value in options.items()}}
-        self.reader = ChangesStreamReader(Options(given, source="quire.changes", known=KNOWN), SCHEMA)
+        self.reader = ChangesQueryReader(Options(given, source="quire.changes", known=KNOWN), SCHEMA)
 
-    def __enter__(self) -> ChangesStreamReader:
+    def __enter__(self) -> ChangesQueryReader:
         return self.reader
 
     def __exit__(self, *_: object) -> None:
         self.reader.stop()
 
 
-def spans(reader: ChangesStreamReader, start: Any, end: Any) -> list[tuple[int, int]]:
+def spans(reader: ChangesQueryReader, start: Any, end: Any) -> list[tuple[int, int]]:
     return [(part.value.first, part.value.last) for part in reader.partitions(start, end)]
 
 
@@ -89,9 +89,7 @@ def test_a_batch_ends_at_the_head_or_at_its_limit(owner: Owned) -> None:
 def test_a_waiting_query_hears_of_a_change_at_once(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from quire.spark.sources import changes_stream
-
-    monkeypatch.setattr(changes_stream, "WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(changes, "WAIT_SECONDS", 30.0)
     with Stream(owner, cursor="mine") as reader:
         start = reader.initialOffset()
         later = threading.Timer(0.3, commit, (owner, 1))
@@ -206,7 +204,7 @@ def test_a_snapshot_and_the_stream_behind_it_leave_no_gap(owner: Owned) -> None:
         ({}, "needs the option `cursor`"),
         ({"cursor": "c", "start": "tomorrow"}, "oldest, latest, snapshot or a sequence"),
         ({"cursor": "c", "start": "snapshot"}, "needs the option `database`"),
-        ({"cursor": "c", "first": "1"}, "are for ranges"),
+        ({"cursor": "c", "first": "1"}, "is for ranges"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(owner: Owned, options: dict[str, str], message: str) -> None:

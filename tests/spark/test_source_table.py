@@ -15,7 +15,7 @@ from quire.manifest.ops.jobs import EnqueueJob
 from quire.manifest.records import JobKind
 from quire.service import tables as owner_tables
 from quire.spark import sessions
-from quire.spark.sources.shapes import spark_schema
+from quire.spark.sources.base import spark_schema
 from quire.spark.sources.table import prefix_of
 from tests.spark.sourced import Owned, owned, rows_of
 

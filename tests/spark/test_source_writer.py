@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
-from quire.spark.sources.options import Options
-from quire.spark.sources.sqlite import WRITING
-from quire.spark.sources.sqlite_writer import PartMessage, SqliteWriter
+from quire.spark.sources.base import Options
+from quire.spark.sources.sqlite import WRITING, PartMessage, SqliteWriter
 from tests.spark.sourced import Owned, owned
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from quire.jobs.verify.job import verify_job
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, VerifyState
 from quire.spark.runner import SparkRunner
-from tests.jobs.test_verify import damage
-from tests.jobs.test_verify_store import ask, fill
+from tests.jobs.test_verify import ask, damage
+from tests.jobs.test_verify_store import fill
 from tests.jobs.world import World
 
 if TYPE_CHECKING:

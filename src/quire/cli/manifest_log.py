@@ -26,7 +26,7 @@ from quire.core.ids import U32_MAX
 from quire.core.json_values import plain
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
-from quire.jobs.context import StorePool
+from quire.jobs.locations import StorePool
 from quire.jobs.runner import ThreadRunner, Tools
 from quire.jobs.stream_verify.run import LogTask, verify_logs
 from quire.manifest.records import DbKind

@@ -139,7 +139,7 @@ def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
 
 
 def _outlook(manifest: ManifestStore, age: float) -> Report:
-    from quire.jobs.verify.whole import plan_aged
+    from quire.jobs.verify.job import plan_aged
 
     with manifest.read() as txn:
         aged = plan_aged(txn, manifest.clock.now_ms(), age)

@@ -1,11 +1,9 @@
 """One job for each of many databases, worked on in one run: what is the same whatever the jobs do (K1).
 
 A database fails alone: its job fails as it would by itself, and is no longer held. A job that was taken away is noticed when
-something is committed for it: that fails, and the job is another worker's (P10). A run that is interrupted puts its jobs back,
-unfailed, including those that it was just claiming.
+something is committed for it (P10). A run that is interrupted puts its jobs back, unfailed.
 
 Threads: one caller; leases are renewed by a thread of their own, and a run may let jobs go in several.
-Raises what interrupts the caller.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class BatchRun(Generic[H]):
     # ── holding jobs ──────────────────────────────────────────────────────────────────────────────────────────────────
     def enqueue(self, db_ids: Iterable[int]) -> list[int]:
         """The outstanding job of each database, made if there was none."""
-        jobs, found = self._manifest.jobs, []
+        jobs, job_ids = self._manifest.jobs, []
 
         def batch(db_id: int) -> list[Op]:
             record = jobs.record(self._kind, db_id, self._payload(db_id))
@@ -73,10 +71,10 @@ class BatchRun(Generic[H]):
 
         for db_id, error in self.commit((db_id, batch(db_id)) for db_id in dict.fromkeys(db_ids)):
             if error is None:
-                found.append(jobs.outstanding(db_id, self._kind))
+                job_ids.append(jobs.outstanding(db_id, self._kind))
             else:
                 emit("warning", "job.cannot_enqueue", db_id=db_id, kind=self._kind.name, error=str(error))
-        return found
+        return job_ids
 
     def claim(self, job_ids: Sequence[int]) -> list[int]:
         """Take those that nobody works on; which."""
@@ -143,7 +141,7 @@ class BatchRun(Generic[H]):
         """End these attempts, some at once."""
         if failures:
             with ThreadPoolExecutor(FAILURES, thread_name_prefix="quire-failures") as pool:
-                for _ in pool.map(lambda each: self.fail(*each), failures):
+                for _ in pool.map(lambda failure: self.fail(*failure), failures):
                     pass
 
     def let_go(self, held: H, how: Callable[[Job], object]) -> None:

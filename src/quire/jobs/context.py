@@ -1,13 +1,11 @@
 """What a job needs of the store it works for, in one value.
 
-The owner makes one `JobContext` and passes it to the worker and the upkeep; nothing here opens a store or a manifest.
-Object stores are opened once per URL and shared by all threads.
+The owner makes one `JobContext` and passes it to the worker and to maintenance; nothing here opens a store or a manifest.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,12 +14,11 @@ from quire.core.clock import Clock
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk
-from quire.jobs.locations import OpenStore, Place, local_name, remote_name
+from quire.jobs.locations import ArtifactLocation, OpenStore, local_name, remote_name
 from quire.jobs.runner import Runner, Runners, ThreadRunner, Tools
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
-from quire.objects.api import ObjectStore
 from quire.objects.collector import Collector
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
@@ -109,16 +106,16 @@ class JobContext:
         """The runner of this name for so many bytes of work; without a name the one that settings or size suggest."""
         return self.runners.choose(name, size_bytes, lambda: self.thread_runner(label))
 
-    def place(self, txn: ReadTxn, key: ArtifactKey) -> Place | None:
+    def place(self, txn: ReadTxn, key: ArtifactKey) -> ArtifactLocation | None:
         """Where an artifact's bytes are; `None` if the catalog does not know it."""
         row = artifact_row(txn, key)
         return None if row is None else self.place_of(txn, key, row)
 
-    def place_of(self, txn: ReadTxn, key: ArtifactKey, row: Any) -> Place:
+    def place_of(self, txn: ReadTxn, key: ArtifactKey, row: Any) -> ArtifactLocation:
         """Where an artifact's bytes are, or would be, if this was its row."""
         namespace = txn.namespace(row.namespace_id) if row.namespace_id else None
         url, name = remote_name(key, row, namespace, self.objects_url)
-        return Place(
+        return ArtifactLocation(
             key=key,
             residency=row.residency,
             local=os.path.join(self.root, local_name(key, row)),
@@ -144,25 +141,3 @@ def artifact_row(txn: ReadTxn, key: ArtifactKey) -> Any:
         row = txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
         return row if row is not None and row.origin_db_id == key.origin_db_id else None
     return None
-
-
-@dataclass(slots=True)
-class StorePool:
-    """Object stores by URL, each opened once. `pool` is an `OpenStore`."""
-
-    opener: OpenStore
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _open: dict[str, ObjectStore] = field(default_factory=dict)
-
-    def __call__(self, url: str) -> ObjectStore:
-        with self._lock:
-            if url not in self._open:
-                self._open[url] = self.opener(url)
-            return self._open[url]
-
-    def close(self) -> None:
-        """Close them all."""
-        with self._lock:
-            opened, self._open = self._open, {}
-        for store in opened.values():
-            store.close()

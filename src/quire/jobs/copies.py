@@ -1,17 +1,9 @@
 """Copies of an artifact, its file and its object: read, compared with the row, fetched, removed.
 
-Terms
-  found   what a copy turned out to be: its size, and the digests of its bytes
-  tick    told how many bytes a long step has done; may raise, and then the step ends
+Memory is one step of a copy, whatever its size. `tick` gets the bytes that a long step has done; it may raise, and then the
+step ends.
 
-Rules
-  1. Memory: one step of a copy, whatever its size.
-  2. A file gets its name only when it is complete, as its row says, and synced. On return its name is on disk, and those of the
-     directories above it.
-  3. A removal is on disk on return. What is gone already is a success.
-  4. A copy that differs is read once more before it is called damaged: the bytes may have been garbled on their way.
-
-What `fetch` leaves after each step, and who takes care of it if it ends there:
+What `fetch` leaves after each step, and what takes care of it if it ends there:
   make the directories   empty directories                  the next fetch; the end of their database
   write `<file>.tmp`     garbage under that name            overwritten by the next fetch; removed with the artifact
   sync it                a complete copy under that name    the same
@@ -34,7 +26,7 @@ from quire.core.errors import ChecksumMismatch, Corruption, StorageFault
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, File
-from quire.jobs.locations import Place
+from quire.jobs.locations import ArtifactLocation
 from quire.objects.api import ObjectStore
 from quire.objects.guarded import path_store
 
@@ -53,7 +45,7 @@ def no_tick(_done: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CopyDigest:
     """What a copy is."""
 
     size_bytes: int
@@ -63,7 +55,7 @@ class Found:
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def look_at_file(place: Place, disk: Disk, tick: Tick = no_tick) -> Found:
+def look_at_file(place: ArtifactLocation, disk: Disk, tick: Tick = no_tick) -> CopyDigest:
     """Read an artifact's file."""
     try:
         file = disk.open(place.local, write=False)
@@ -80,60 +72,60 @@ def look_at_file(place: Place, disk: Disk, tick: Tick = no_tick) -> Found:
         file.close()
 
 
-def look_at_object(place: Place, store: ObjectStore, tick: Tick = no_tick) -> Found:
+def look_at_object(place: ArtifactLocation, store: ObjectStore, tick: Tick = no_tick) -> CopyDigest:
     """Read an artifact's object."""
     size = store.head(place.object_key).size_bytes
     return _digest(size, _of_object(store, place.object_key, min(size, place.size_bytes)), tick)
 
 
-def difference(place: Place, found: Found, *, is_file: bool) -> str:
+def difference(place: ArtifactLocation, copy: CopyDigest, *, is_file: bool) -> str:
     """How a copy differs from what its row says; empty if it does not."""
     longer_is_fine = is_file and place.may_be_longer
-    if found.size_bytes < place.size_bytes or (found.size_bytes > place.size_bytes and not longer_is_fine):
-        return f"it has {found.size_bytes} bytes instead of {place.size_bytes}"
-    if place.sha256 and found.sha256 != place.sha256:
-        return f"its sha256 is {found.sha256.hex()} instead of {place.sha256.hex()}"
-    if place.crc64 and found.crc64 != place.crc64:
-        return f"its crc64 is {found.crc64:016x} instead of {place.crc64:016x}"
+    if copy.size_bytes < place.size_bytes or (copy.size_bytes > place.size_bytes and not longer_is_fine):
+        return f"it has {copy.size_bytes} bytes instead of {place.size_bytes}"
+    if place.sha256 and copy.sha256 != place.sha256:
+        return f"its sha256 is {copy.sha256.hex()} instead of {place.sha256.hex()}"
+    if place.crc64 and copy.crc64 != place.crc64:
+        return f"its crc64 is {copy.crc64:016x} instead of {place.crc64:016x}"
     return ""
 
 
-def checked_file(place: Place, disk: Disk, tick: Tick = no_tick) -> Found:
-    """An artifact's file, if it is as its row says (rule 4)."""
-    found = look_at_file(place, disk, tick)
-    if difference(place, found, is_file=True):
-        found = look_at_file(place, disk, tick)
-    if what := difference(place, found, is_file=True):
+def checked_file(place: ArtifactLocation, disk: Disk, tick: Tick = no_tick) -> CopyDigest:
+    """An artifact's file, if it is as its row says."""
+    copy = look_at_file(place, disk, tick)
+    if difference(place, copy, is_file=True):  # once more: the bytes may have been garbled on their way
+        copy = look_at_file(place, disk, tick)
+    if what := difference(place, copy, is_file=True):
         raise damaged(place, f"the file is not the one that was written: {what}", path=place.local)
-    return found
+    return copy
 
 
-def checked_object(place: Place, store: ObjectStore, tick: Tick = no_tick) -> Found:
-    """An artifact's object, if it is as its row says (rule 4)."""
-    found = look_at_object(place, store, tick)
-    if difference(place, found, is_file=False):
-        found = look_at_object(place, store, tick)
-    if what := difference(place, found, is_file=False):
+def checked_object(place: ArtifactLocation, store: ObjectStore, tick: Tick = no_tick) -> CopyDigest:
+    """An artifact's object, if it is as its row says."""
+    copy = look_at_object(place, store, tick)
+    if difference(place, copy, is_file=False):
+        copy = look_at_object(place, store, tick)
+    if what := difference(place, copy, is_file=False):
         raise damaged(
             place, f"the object is not the one that was written: {what}", store=store.url, key=place.object_key
         )
-    return found
+    return copy
 
 
-def damaged(place: Place, what: str, **where: str) -> ChecksumMismatch:
+def damaged(place: ArtifactLocation, what: str, **where: str) -> ChecksumMismatch:
     """The error for a copy that differs."""
     hint = "verify the artifact to see which copies are good; restore a bad one from a backup"
     return ChecksumMismatch(what, hint=hint, artifact=place.key, **where)
 
 
-def _digest(size_bytes: int, steps: Iterable[bytes], tick: Tick) -> Found:
+def _digest(size_bytes: int, steps: Iterable[bytes], tick: Tick) -> CopyDigest:
     sha, crc, done = hashlib.sha256(), 0, 0
     for step in steps:
         sha.update(step)
         crc = crc64(step, crc)
         done += len(step)
         tick(done)
-    return Found(size_bytes, sha.digest(), crc)
+    return CopyDigest(size_bytes, sha.digest(), crc)
 
 
 def _of_file(file: File, size: int) -> Iterator[bytes]:
@@ -150,15 +142,19 @@ def _of_object(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
 
 
 # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def fetch(place: Place, root: str, *, disk: Disk, store: ObjectStore, tick: Tick = no_tick) -> bool:
-    """Make an artifact's file from its object (rule 2); False if the file was there already, as its row says."""
+def fetch(place: ArtifactLocation, root: str, *, disk: Disk, store: ObjectStore, tick: Tick = no_tick) -> bool:
+    """Make an artifact's file from its object; False if the file was there already, as its row says.
+
+    The file gets its name only when it is complete, as its row says, and synced. On return its name is on disk, and those
+    of the directories above it.
+    """
     fetched = not _is_there(place, disk)
     if fetched:
         disk.make_dirs(os.path.dirname(place.local))
-        found = _copy(place, disk, store, tick)
-        if difference(place, found, is_file=False):
-            found = _copy(place, disk, store, tick)
-        if what := difference(place, found, is_file=False):
+        copy = _copy(place, disk, store, tick)
+        if difference(place, copy, is_file=False):
+            copy = _copy(place, disk, store, tick)
+        if what := difference(place, copy, is_file=False):
             with suppress(
                 StorageFault, FileNotFoundError
             ):  # the damage is the news; garbage under this name is harmless
@@ -173,24 +169,24 @@ def fetch(place: Place, root: str, *, disk: Disk, store: ObjectStore, tick: Tick
     return fetched
 
 
-def _is_there(place: Place, disk: Disk) -> bool:
+def _is_there(place: ArtifactLocation, disk: Disk) -> bool:
     """Whether an earlier attempt got as far as the file's name. Without a digest nobody can tell: it is fetched again."""
     if not (place.sha256 or place.crc64) or not disk.exists(place.local):
         return False
     return not difference(place, look_at_file(place, disk), is_file=True)
 
 
-def _copy(place: Place, disk: Disk, store: ObjectStore, tick: Tick) -> Found:
+def _copy(place: ArtifactLocation, disk: Disk, store: ObjectStore, tick: Tick) -> CopyDigest:
     size = store.head(place.object_key).size_bytes
     file = disk.open(place.staged, create=True)
     try:
         file.truncate(0)
         hit("jobs.hydrate.begun")
-        found = _digest(size, _written(file, _of_object(store, place.object_key, min(size, place.size_bytes))), tick)
+        copy = _digest(size, _written(file, _of_object(store, place.object_key, min(size, place.size_bytes))), tick)
         file.sync()
     finally:
         file.close()
-    return found
+    return copy
 
 
 def _written(file: File, steps: Iterable[bytes]) -> Iterator[bytes]:
@@ -213,7 +209,7 @@ def _sync_up_to(root: str, path: str, disk: Disk) -> None:
 
 # ── removing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def remove_files(paths: Iterable[str], disk: Disk) -> dict[str, StorageFault]:
-    """Remove files (rule 3); those that are still there, or may come back after a crash, and why."""
+    """Remove files, on disk on return; those that are still there, or may come back after a crash, and why."""
     faults: dict[str, StorageFault] = {}
     folders: dict[str, list[str]] = {}
     for path in paths:

@@ -1,17 +1,11 @@
-"""What a job handler is: a function from a job to its outcome, told when to stop.
+"""What a job handler is: a function from a job to its outcome.
 
-Terms
-  handler   does the work of one kind of job; may commit steps on its way, each of which may be repeated
-  outcome   `Done` (the job succeeds, in one batch with these operations) or `Later` (it is too early: come again)
-  progress  how a handler says how far it is, and learns that it must stop
+A handler may be killed anywhere and is then run again from its start, so every step it takes can be repeated. It calls
+`progress` between steps: there it is interrupted, and learns that it lost its lease. What it commits on its way goes through
+`commit_step`, what it leads to into `Completed`: a handler whose job was taken from it changes nothing.
 
-Rules
-  1. A handler may be killed anywhere and is then run again from its start: every step it takes can be repeated.
-  2. A handler calls `progress` between steps: that is where it is stopped, and where it learns that it lost its lease.
-  3. A handler that raises has failed this attempt. What will not get better by waiting (`HOPELESS`) fails the job for good, if
-     it is one that may be given up; anything else is tried again.
-  4. What a handler commits on its way goes through `commit_step`, what it leads to into `Done`: so nothing is changed by
-     a handler whose job has been taken from it.
+A handler that raises has failed this attempt. `HOPELESS` errors fail the job for good, if it is one that may be given up;
+anything else is tried again.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ PIPELINE = 1_024
 """Batches of `commit_each` that are under way at once."""
 
 HOPELESS = (InvalidInput, NotFound, Corruption, DatabaseTombstoned, WouldDropEverything)
-"""Errors that the next attempt would meet again: somebody has to do something first (rule 3). Other conflicts are not here: the
+"""Errors that the next attempt would meet again: a person has to act first. Other conflicts are not here: the
 next attempt plans on what is so by then."""
 
 
@@ -60,7 +54,7 @@ class Interrupted(Exception):  # never leaves the worker
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Completed:
     """The job has succeeded."""
 
     result: Any = None
@@ -78,13 +72,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class Deferred:
     """It is too early; this is no failure."""
 
     until_ms: int
 
 
-Outcome = Done | Later
+Outcome = Completed | Deferred
 Progress = Callable[[int, int], None]
 """`progress(done, total)`; total 0 if unknown. Raises `Interrupted`."""
 

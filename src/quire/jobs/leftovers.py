@@ -5,16 +5,9 @@
   objects/.tmp/…                               a put into a directory of objects            an hour after it began
   pages/<db>/follow.json, the directories      a database that was dropped                  with its tombstone, or here
 
-Rules
-  1. A temporary file is garbage when its writer is gone. Nobody knows that of a writer in another process, so its age decides:
-     an hour, in which any step of any writer touches its file many times.
-  2. Files of a database go only if it is known to be gone: its id was given out by this manifest, and it has no row. An id that
-     was never given out may be of a database that is newer than the manifest, which was restored from an older copy: its files
-     stay, and `quire why` says so. So do those of a database that is closed because its row is lost.
-  3. Only names of ours are removed; what a person has put there stays, and keeps its directory.
-
-Streams and key-value sets have sweeps of their own, in their engines. Thread: the owner's upkeep, about once an hour.
-Raises nothing of a single file: what cannot be removed now is met again.
+Only names of ours are removed; what a person has put there stays, and keeps its directory. Streams and key-value sets have
+sweeps of their own, in their engines. Thread: the owner's maintenance, about once an hour. Raises nothing of a single file:
+the next round tries it again.
 """
 
 from __future__ import annotations
@@ -52,7 +45,7 @@ def _staged_objects(ctx: JobContext) -> int:
 
 
 def _temporary(ctx: JobContext) -> int:
-    """Remove temporary files that nobody has touched for an hour: their writers are gone (rule 1)."""
+    """Remove temporary files that nobody has touched for an hour: any step of any writer touches its file many times in it."""
     horizon = ctx.clock.now_ms() / 1000 - TEMPORARY_AGE_SECONDS
     home = os.path.join(ctx.root, names.PAGES)
     aged = [
@@ -62,7 +55,11 @@ def _temporary(ctx: JobContext) -> int:
 
 
 def _dropped(ctx: JobContext) -> int:
-    """Remove files of databases that are known to be gone: their ids were given out and have no row (rule 2)."""
+    """Remove files of databases that are known to be gone: their ids were given out and have no row.
+
+    An id that was never given out may be of a database that is newer than the manifest, which was restored from an older
+    copy: its files stay, and `quire why` says so. So do those of a database that is closed because its row is lost.
+    """
     with ctx.manifest.read() as txn:
         given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB)) | txn.refused_databases()
     removed = 0
@@ -82,11 +79,11 @@ def has_dropped_streams(ctx: JobContext) -> bool:
         given_out = txn.next_id(Counter.DB)
         live = {db_id for db_id, record in txn.every_database() if record.status is not DbStatus.TOMBSTONED}
         live |= txn.refused_databases()
-    return any(each is not None and 0 < each < given_out and each not in live for each in homes)
+    return any(db_id is not None and 0 < db_id < given_out and db_id not in live for db_id in homes)
 
 
 def remove_home(disk: Disk, root: str, db_id: int) -> int:
-    """Remove the files of a page database that is gone, and its directories as far as they are empty then (rule 3); files."""
+    """Remove the files of a page database that is gone, and its directories as far as they are empty then; how many files."""
     home = os.path.join(root, os.path.dirname(names.pages_wal_dir(db_id)))
     removed = sum(_remove(disk, path) for path in list(_files(disk, home)) if _is_ours(root, path))
     hit("jobs.leftovers.removed")

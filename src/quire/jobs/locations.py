@@ -1,20 +1,15 @@
-"""Where an artifact's bytes are: a file of the store, an object, or both.
+"""Where an artifact's bytes are: a file below the store's directory, an object, or both.
 
-Terms
-  local    the file below the store's directory: a WAL segment, a stream's segment, a hot copy of a chunk
-  remote   the object, in the store's own object store or in the namespace its row names, whatever the URL (O2)
-
-Rules
-  1. A place is small, picklable and says everything an executor needs: no manifest is asked while bytes move.
-  2. Names are built in `durable.names` alone; a row's `suffix` replaces the canonical name below its namespace.
-  3. The row of a LOCAL artifact has a suffix from the moment before its first upload sends a byte: the object is announced.
-     Whoever deletes the artifact looks for an object then too, however that upload ended.
+The object is in the store's own object store or in the namespace its row names, whatever the URL (O2). A location is small
+and picklable, and says everything an executor needs: no manifest is asked while bytes move. Names are built in
+`durable.names` alone; a row's `suffix` replaces the canonical name below its namespace.
 
 Pure; safe to import on an executor.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +22,28 @@ from quire.objects.api import ObjectStore, key_below
 
 OpenStore = Callable[[str], ObjectStore]
 """Opens (or has open) the object store at a URL."""
+
+
+@dataclass(slots=True)
+class StorePool:
+    """Object stores by URL, each opened once. `pool` is an `OpenStore`."""
+
+    opener: OpenStore
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _open: dict[str, ObjectStore] = field(default_factory=dict)
+
+    def __call__(self, url: str) -> ObjectStore:
+        with self._lock:
+            if url not in self._open:
+                self._open[url] = self.opener(url)
+            return self._open[url]
+
+    def close(self) -> None:
+        """Close them all."""
+        with self._lock:
+            opened, self._open = self._open, {}
+        for store in opened.values():
+            store.close()
 
 
 class ArtifactRow(Protocol):
@@ -43,7 +60,7 @@ class ArtifactRow(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ArtifactLocation:
     """Where one artifact's bytes may be."""
 
     key: ArtifactKey
@@ -59,7 +76,8 @@ class Place:
     crc64: int = 0
     """Of a WAL segment's `size_bytes` bytes; 0 if it was never computed."""
     is_announced: bool = False
-    """An upload has begun, whatever became of it (rule 3)."""
+    """An upload has begun, however it ended: set before its first byte is sent, so that a deletion looks for the object,
+    too."""
 
     @property
     def has_local(self) -> bool:
@@ -115,21 +133,21 @@ def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord |
 
 # ── what could not be reached ─────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True)
-class Trouble:
+class AttemptFailures:
     """The artifacts and object stores that one attempt leaves alone: it goes on with the rest, and fails at its end."""
 
     keys: set[ArtifactKey] = field(default_factory=set)
     urls: set[str] = field(default_factory=set)
     first: QuireError | None = None
 
-    def add(self, place: Place, error: QuireError) -> None:
+    def add(self, place: ArtifactLocation, error: QuireError) -> None:
         """Leave this artifact alone; and its object store, if it is that which cannot be reached."""
         self.first = self.first or error
         self.keys.add(place.key)
         if isinstance(error, (Unavailable, AccessDenied)):
             self.urls.add(place.url)
 
-    def spares(self, place: Place) -> bool:
+    def spares(self, place: ArtifactLocation) -> bool:
         """Whether to leave an artifact alone."""
         return place.key in self.keys or (place.may_have_remote and place.url in self.urls)
 

@@ -1,11 +1,8 @@
 """What the owner does by itself: schedules, retention, leases, trimming, and the jobs that follow.
 
-Rules
-  1. A round is a handful of looks at the manifest and, where something is due, ordinary batches and jobs; what fails, for one
-     database or as a whole, is reported and does not keep the rest from being done.
-  2. Only the owner's clock decides.
-  3. Work that has bytes to move is a job; a round enqueues it, a worker does it: the same with threads and with Spark.
-  4. A retention policy that would take the last snapshots is left for a person to force.
+A round is a handful of looks at the manifest and, where something is due, ordinary batches and jobs; what fails, for one
+database or as a whole, is reported and keeps nothing else from being done. Work that has bytes to move is a job: a round
+enqueues it, a worker does it. Only the owner's clock decides.
 
     >>> Round(snapshots=1).total
     1
@@ -78,7 +75,7 @@ class Round:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, each.name) for each in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 class Upkeep:
@@ -204,7 +201,8 @@ class Upkeep:
                 try:
                     done.dropped += len(manifest.retention.apply(plan))
                 except WouldDropEverything as error:
-                    emit("warning", "retention.refused", db_id=db_id, error=str(error))  # rule 4
+                    # The last snapshots are left for a person to drop by force.
+                    emit("warning", "retention.refused", db_id=db_id, error=str(error))
                     done.dropped += len(manifest.retention.apply(plan.expired_only()))
             except (StoreClosed, StoreUnusable):
                 raise

@@ -1,19 +1,11 @@
 """The retention job: applies a database's policy to its snapshots, now; of one database, or of many in one run.
 
-The owner's upkeep applies policies by itself; this job is for a person, or a program, that wants it done now. Its payload says
-whether it may take the last snapshots (`force`), and which ones somebody was asked about (`only`: ids; without it, all may go).
+The owner's maintenance applies policies by itself; this job is for a person, or a program, that wants it done now. Its
+payload says whether it may take the last snapshots (`force`), and which ones somebody was asked about (`only`: ids; without
+it, all may go).
 
-Rules
-  1. There is nothing to run between plan and publish: a plan is made of rows, and becomes operations.
-  2. A job's drops, the delete jobs of what they let go and the job's own end are one batch: a job that was taken away drops
-     nothing, and one that is repeated finds nothing to drop.
-  3. In a run over many databases (`jobs/batches.py`) plans are made while earlier batches are committed. A database of which
-     a snapshot went since its plan was made is planned again.
-
-On disk, and what a crash there leaves, of each database by itself:
-  before its batch   every snapshot, and the job that waits or is held: the next owner has it pending again, and plans anew
-  the batch          all or nothing of it: one transaction of the manifest
-  after it           no snapshot that no rule keeps, a job that has succeeded, delete jobs that wait: nothing is done twice
+A job's drops, the delete jobs of what they let go and the job's own end are one batch: a job that was taken away drops
+nothing, and one that is repeated finds nothing to drop. A crash leaves all or nothing of it.
 
 Threads: one caller, see `jobs/batches.py`. Raises what interrupts the caller.
 """
@@ -28,7 +20,7 @@ from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, Stor
 from quire.durable.failpoints import hit
 from quire.jobs.batches import BatchRun
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.leases import LeasedJob
 from quire.jobs.runner import no_tick
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
@@ -54,10 +46,10 @@ def retention_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     return done
 
 
-def work_of(manifest: ManifestStore, job: Job, *, force: bool = False, only: Collection[int] = ()) -> Done:
+def work_of(manifest: ManifestStore, job: Job, *, force: bool = False, only: Collection[int] = ()) -> Completed:
     """What a job has to do, and what it will have done. Whoever runs it now may say `force` too, and `only` other ones."""
     asked = options(job, force=False, only=[])
-    if not all(type(each) is int for each in asked["only"]):
+    if not all(type(snapshot_id) is int for snapshot_id in asked["only"]):
         raise InvalidInput("a retention job takes ids of snapshots", job_id=job.job_id, only=asked["only"])
     with manifest.read() as txn:
         record = txn.database(job.db_id)
@@ -67,9 +59,9 @@ def work_of(manifest: ManifestStore, job: Job, *, force: bool = False, only: Col
     if chosen := only or asked["only"]:
         plan = plan.only(set(chosen))
     ops, dropped = manifest.retention.drops(plan, force=force or asked["force"]), plan.dropped
-    names = [each.name or f"#{each.snapshot_id}" for each in dropped[:NAMED_MAX]]
+    names = [snapshot.name or f"#{snapshot.snapshot_id}" for snapshot in dropped[:NAMED_MAX]]
     result = {"dropped": len(dropped), "kept": len(plan.decisions) - len(dropped), "snapshots": names}
-    return Done(result, tuple(ops))
+    return Completed(result, tuple(ops))
 
 
 def apply_many(
@@ -87,9 +79,9 @@ def apply_many(
     """
     if only and not all(only.values()):
         raise InvalidInput(
-            "no snapshot may go: leave the database out", databases=[each for each in only if not only[each]]
+            "no snapshot may go: leave the database out", databases=[db_id for db_id in only if not only[db_id]]
         )
-    run = _Run(manifest, force, only or {})
+    run = _RetentionRun(manifest, force, only or {})
     with run.alive():
         asked = run.claim(run.enqueue(db_ids))
         hit("jobs.retention.claimed")
@@ -97,7 +89,7 @@ def apply_many(
     return [manifest.jobs.get(job_id) for job_id in asked]
 
 
-class _Run(BatchRun[LeasedJob]):
+class _RetentionRun(BatchRun[LeasedJob]):
     """One run."""
 
     def __init__(self, manifest: ManifestStore, force: bool, only: Mapping[int, Collection[int]]) -> None:
@@ -113,7 +105,10 @@ class _Run(BatchRun[LeasedJob]):
         return asked or None
 
     def drop(self, progress: Progress) -> None:
-        """Plan each database, and commit what comes of it (rule 3)."""
+        """Plan each database, and commit what comes of it, while the next one is planned.
+
+        A database of which a snapshot went since its plan was made is planned again.
+        """
         waiting, total = list(self.held.values()), len(self.held)
         progress(0, total)
         for plans_left in reversed(range(PLANS_MAX)):
@@ -133,7 +128,7 @@ class _Run(BatchRun[LeasedJob]):
         progress(total, total)
 
     def _batches(self, waiting: Iterable[LeasedJob]) -> Iterator[Batch]:
-        """The batch of each database (rule 2); one that cannot be planned has none, and fails at the end."""
+        """The batch of each database; one that cannot be planned has none, and fails at the end."""
         for held in waiting:
             job = held.job
             try:

@@ -1,19 +1,15 @@
-"""Rows that belong together, brought to a runner as many at a time as memory should hold; and how far that is.
+"""Rows that belong together, brought to a runner as many at a time as memory should hold; and progress over the calls.
 
 Terms
   block   rows of numbers, some thousands, as a transaction of the manifest gave them
   piece   what has to be looked at together, as one number
   wave    what a runner gets in one call: all rows of some pieces
 
-Rules
-  1. Rows of one piece may come at any place. They are read once to count them, piece by piece, and kept as long as all of them
-     are one wave: then that was all. Of more, pieces are put into waves in their order, and rows are read once more for each
-     wave, of which only its own are kept.
-  2. In memory are at most the rows of one wave (or of one piece, if that is larger: who makes pieces makes them small), one
-     block, and 16 bytes for each piece, twice while they are added up.
-  3. Each reading gives the same rows: one transaction.
+Rows of one piece may come at any place, and each reading gives the same rows (one transaction). They are read once to count
+them by piece, and kept as long as all of them are one wave. Of more, rows are read once more for each wave, of which only its
+own are kept: in memory are the rows of one wave (or of one piece, if that is larger), one block, and 16 bytes for each piece.
 
-Threads: that of the transaction. Raises what reading raises.
+Threads: that of the transaction.
 """
 
 from __future__ import annotations
@@ -51,13 +47,13 @@ class Waves(Generic[B]):
 
 
 def cut(read: Callable[[], Iterator[B]], piece_of: Callable[[Numbers], Numbers], wave_rows: int) -> Waves[B]:
-    """The rows that `read` gives, in waves of about `wave_rows` (rule 1); `piece_of` says the piece of each row of a block."""
+    """The rows that `read` gives, in waves of about `wave_rows`; `piece_of` says the piece of each row of a block."""
     held: list[B] = []
     counted, rows = _Pieces(), 0
     for block in read():
-        found = _rows(block)
-        rows += len(found)
-        counted.add(piece_of(found))
+        numbers = _rows(block)
+        rows += len(numbers)
+        counted.add(piece_of(numbers))
         if rows <= wave_rows:
             held.append(block)
         else:
@@ -65,7 +61,7 @@ def cut(read: Callable[[], Iterator[B]], piece_of: Callable[[Numbers], Numbers],
     if rows <= wave_rows:
         return Waves(rows, 1, iter([held]))
     borders = counted.borders(wave_rows)
-    return Waves(rows, len(borders), (list(_within(read(), piece_of, *each)) for each in borders))
+    return Waves(rows, len(borders), (list(_within(read(), piece_of, *border)) for border in borders))
 
 
 def _rows(block: Any) -> Numbers:
@@ -96,31 +92,31 @@ class _Pieces:
 
     def add(self, pieces: Numbers) -> None:
         """One more row of each of these."""
-        found, counts = np.unique(pieces, return_counts=True)
-        self._pieces.append(found)
+        distinct, counts = np.unique(pieces, return_counts=True)
+        self._pieces.append(distinct)
         self._counts.append(counts.astype(np.int64))
-        self._held += len(found)
+        self._held += len(distinct)
         if self._held > self._limit:
             self._held = len(self._added()[0])
             self._limit = self._held + max(self._held, PIECES_AT_ONCE)
 
     def _added(self) -> tuple[Numbers, NDArray[np.int64]]:
-        found, places = np.unique(np.concatenate(self._pieces), return_inverse=True)
-        counts = np.zeros(len(found), np.int64)
+        distinct, places = np.unique(np.concatenate(self._pieces), return_inverse=True)
+        counts = np.zeros(len(distinct), np.int64)
         np.add.at(counts, places.reshape(-1), np.concatenate(self._counts))
-        self._pieces, self._counts = [found], [counts]
-        return found, counts
+        self._pieces, self._counts = [distinct], [counts]
+        return distinct, counts
 
     def borders(self, rows: int) -> list[tuple[np.uint64, np.uint64]]:
         """(first piece, last piece) of waves with at most so many rows, or one piece."""
         pieces, counts = self._added()
-        found, start, held = list[tuple[np.uint64, np.uint64]](), 0, 0
+        borders, start, held = list[tuple[np.uint64, np.uint64]](), 0, 0
         for place, count in enumerate(counts.tolist()):
             if held and held + count > rows:
-                found.append((pieces[start], pieces[place - 1]))
+                borders.append((pieces[start], pieces[place - 1]))
                 start, held = place, 0
             held += count
-        return [*found, (pieces[start], pieces[-1])]
+        return [*borders, (pieces[start], pieces[-1])]
 
 
 def part(progress: Progress, start: int, stop: int, total: int) -> Tick:

@@ -1,22 +1,22 @@
-"""Who runs the heavy part of a job: threads of this process, or executors elsewhere. The work itself does not know which.
+"""Who runs the heavy part of a job: threads of this process, or executors elsewhere. The work itself does not know which
+(K1).
 
 Terms
-  run      a function of a task and the tools it needs; it asks no manifest, so it can be sent anywhere (K1)
-  site     what a process must know to make its own tools: small, picklable
+  run      a function of a task and the tools it needs; it asks no manifest, so it can be sent anywhere
   tools    the bytes of the store, as this process reaches them: segments and chunks, object stores, the disk
   split    takes one input apart into (key, value) pairs; those of one key are brought together
   join     makes one result of all values of a key
-  tell     gives (number, value) pairs of what a task finds, one after the other; a number that is `None` matches nothing
-  answer   what became of one task: its result, or the error that it met
+  tell     gives (number, value) pairs of what a task finds; a number that is `None` matches nothing
 
-Rules
-  1. An error of a task (`QuireError`) is its answer and ends nothing else: a run over a thousand databases does not fail with
-     one of them. What is no `QuireError` ends the run.
-  2. Answers come in any order, and only so many tasks are under way that memory stays bounded.
-  3. `tick(done, total)` is called now and then and may raise: then nothing more is started, what is under way is ended or
-     waited for, and the error is the caller's. The same if the caller stops asking for answers.
-  4. A task may be run more than once, two at a time even (an executor that was lost, a speculative copy): each has to write
-     the same names, and whoever comes second adopts what is there.
+An error of a task (`QuireError`) is its result and ends nothing else: a run over a thousand databases does not fail with one
+of them. Anything else ends the run. Results come in any order, and only so many tasks are under way that memory stays
+bounded.
+
+`tick(done, total)` is called now and then and may raise: then nothing more is started, what is under way is ended or waited
+for, and the error is the caller's. The same if the caller stops asking for results.
+
+A task may be run more than once, two at a time even (an executor that was lost, a speculative copy): both write the same
+names, and the second adopts what is there.
 
 Threads: a runner is for one caller at a time. Raises what `tick` raises, and `SparkUnavailable` where Spark was asked for.
 """
@@ -76,8 +76,8 @@ class Tools:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[K, R]):
-    """What became of a task: its result or its `QuireError`, which ends nothing else (rule 1)."""
+class TaskResult(Generic[K, R]):
+    """What became of a task: its result or its `QuireError`, which ends nothing else."""
 
     key: K
     value: R | None = None
@@ -107,7 +107,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[int]:
     [0, 0, 1, 1]
     """
     loads, chosen = [(0, part) for part in range(parts)], [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=lambda each: -costs[each]):
+    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
         load, part = loads[0]
         chosen[piece] = part
         heapq.heapreplace(loads, (load + costs[piece], part))
@@ -129,7 +129,7 @@ class Runner(Protocol):
     def width(self) -> int:
         """About how many tasks run at once: work that can be cut anywhere is cut into a few times as many."""
 
-    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
+    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[TaskResult[int, R]]:
         """Run each task; answers carry the task's place in `tasks`."""
 
     def regroup(
@@ -140,7 +140,7 @@ class Runner(Protocol):
         tasks: Mapping[Key, T] | None = None,
         *,
         tick: Tick = no_tick,
-    ) -> Iterator[Answer[Key, R]]:
+    ) -> Iterator[TaskResult[Key, R]]:
         """Split every input, bring values of one key together, join them.
 
         With `tasks` there is one answer for each of them, whether values came or not, and a value without a task is a bug.
@@ -171,7 +171,7 @@ class ThreadRunner:
         self._threads = self.width = max(threads, 1)
         self._label = label
 
-    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
+    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[TaskResult[int, R]]:
         """See `Runner`."""
         return self._each(enumerate(tasks), lambda task: run(task, self._tools), len(tasks), tick)
 
@@ -183,11 +183,11 @@ class ThreadRunner:
         tasks: Mapping[Key, T] | None = None,
         *,
         tick: Tick = no_tick,
-    ) -> Iterator[Answer[Key, R]]:
+    ) -> Iterator[TaskResult[Key, R]]:
         """See `Runner`. The values of all keys are in memory meanwhile: plans for threads are bounded for that reason."""
         values: dict[Key, list[V]] = {key: [] for key in tasks or {}}
         spoilt: dict[int, QuireError] = {}
-        done = self._each(enumerate(inputs), lambda each: list(split(each, self._tools)), len(inputs), no_tick)
+        done = self._each(enumerate(inputs), lambda task: list(split(task, self._tools)), len(inputs), no_tick)
         for answer in done:
             if answer.error is not None:
                 spoilt.setdefault(owner_of(inputs[answer.key]), answer.error)
@@ -198,12 +198,12 @@ class ThreadRunner:
                 values.setdefault(key, []).append(value)
             tick(0, len(tasks or ()))
         for owner, error in spoilt.items():
-            yield Answer((owner, -1), error=error)
-        sound = [(key, (key, found)) for key, found in sorted(values.items()) if key[0] not in spoilt]
+            yield TaskResult((owner, -1), error=error)
+        sound = [(key, (key, parts)) for key, parts in sorted(values.items()) if key[0] not in spoilt]
 
         def run(item: tuple[Key, list[V]]) -> R:
-            key, found = item
-            return join(key, tasks[key] if tasks is not None else None, found, self._tools)
+            key, parts = item
+            return join(key, tasks[key] if tasks is not None else None, parts, self._tools)
 
         yield from self._each(sound, run, len(sound), tick)
 
@@ -216,16 +216,16 @@ class ThreadRunner:
         seen = np.zeros(len(expected), np.bool_)
 
         def run(task: T) -> list[tuple[int | None, V]]:
-            found, told = list[tuple[int | None, V]](), iter(tell(task, self._tools))
-            while block := list(islice(told, BLOCK)):
+            unknown, pairs = list[tuple[int | None, V]](), iter(tell(task, self._tools))
+            while block := list(islice(pairs, BLOCK)):
                 numbers = np.array([number or 0 for number, _ in block], np.uint64)
                 places = np.searchsorted(expected, numbers)
                 matches = places < len(expected)
                 matches[matches] = expected[places[matches]] == numbers[matches]
                 matches &= np.array([number is not None for number, _ in block], np.bool_)
                 seen[places[matches]] = True
-                found += [each for each, known in zip(block, matches.tolist()) if not known]
-            return found
+                unknown += [pair for pair, known in zip(block, matches.tolist()) if not known]
+            return unknown
 
         for answer in self._each(enumerate(tasks), run, len(tasks), tick):
             yield from answer.result()
@@ -234,8 +234,8 @@ class ThreadRunner:
 
     def _each(
         self, tasks: Iterable[tuple[K, T]], run: Callable[[T], R], total: int, tick: Tick
-    ) -> Iterator[Answer[K, R]]:
-        """Run tasks, a bounded number at a time; `tick` may raise, and then no more are started (rules 2 and 3)."""
+    ) -> Iterator[TaskResult[K, R]]:
+        """Run tasks, a bounded number at a time; `tick` may raise, and then no more are started."""
         waiting, under_way, done = iter(tasks), dict[Future[R], K](), 0
         tick(0, total)
         with ThreadPoolExecutor(self._threads, thread_name_prefix=self._label) as pool:
@@ -260,11 +260,11 @@ def owner_of(task: Any) -> int:
     return int(task.db_id)
 
 
-def _answer(key: K, future: Future[R]) -> Answer[K, R]:
+def _answer(key: K, future: Future[R]) -> TaskResult[K, R]:
     try:
-        return Answer(key, future.result())
+        return TaskResult(key, future.result())
     except QuireError as error:
-        return Answer(key, error=error)
+        return TaskResult(key, error=error)
 
 
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,19 +279,19 @@ class Runners:
     missing: list[str] = field(default_factory=list)
     """Why there is no Spark, once that was found out: it is not looked for again for `auto`."""
 
-    def choose(self, wish: str, size_bytes: int, threads: Callable[[], Runner]) -> Runner:
+    def choose(self, name: str, size_bytes: int, threads: Callable[[], Runner]) -> Runner:
         """The runner for so many bytes of work."""
-        wish = wish or self.usual
-        if wish not in RUNNERS:
-            raise InvalidInput("there is no such runner", hint=f"one of: {', '.join(RUNNERS)}", runner=wish)
-        if wish == "threads" or (wish == "auto" and (size_bytes < AUTO_BYTES or self.spark is None or self.missing)):
+        name = name or self.usual
+        if name not in RUNNERS:
+            raise InvalidInput("there is no such runner", hint=f"one of: {', '.join(RUNNERS)}", runner=name)
+        if name == "threads" or (name == "auto" and (size_bytes < AUTO_BYTES or self.spark is None or self.missing)):
             return threads()
         if self.spark is None:
             raise SparkUnavailable("this process has no Spark", hint="open the store with `quire.open`")
         try:
             return self.spark()
         except SparkUnavailable as error:
-            if wish == "spark":
+            if name == "spark":
                 raise
             self.missing.append(str(error))
             emit("warning", "spark.unavailable", error=str(error), instead="threads", size_bytes=size_bytes)

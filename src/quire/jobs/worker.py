@@ -33,7 +33,7 @@ from quire.core.events import emit
 from quire.core.tracing import span
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.jobs.handler import HOPELESS, Done, Handler, Interrupted, Progress
+from quire.jobs.handler import HOPELESS, Completed, Handler, Interrupted, Progress
 from quire.jobs.leases import LeasedJob, LeaseKeeper
 from quire.jobs.row_groups import Steady
 from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
@@ -115,7 +115,7 @@ class Worker:
             thread.start()
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Interrupt handlers at their next step, put their jobs back, and end (rule 3). Also ends a `drain`."""
+        """Interrupt handlers at their next step, put their jobs back, and end. Also ends a `drain`."""
         with self._lock:
             self._stopping.set()
             threads, keeper = self._threads, self._keeper
@@ -188,7 +188,7 @@ class Worker:
                     news.clear()
             except (StoreClosed, StoreUnusable):
                 return
-            except Exception as error:  # a slot that dies in silence would be worse than any of its jobs (rule 4)
+            except Exception as error:  # a slot that dies in silence would be worse than any of its jobs
                 emit("warning", "worker.cannot_take", error=f"{type(error).__name__}: {error}")
                 stopping.wait(POLL_SECONDS)
 
@@ -240,7 +240,7 @@ class Worker:
             if running.watch is not None:
                 running.watch.over()
             hit("jobs.worker.worked")
-            if not isinstance(outcome, Done):
+            if not isinstance(outcome, Completed):
                 jobs.defer(job, outcome.until_ms)
                 return
             try:

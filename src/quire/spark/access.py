@@ -1,18 +1,12 @@
 """How a data source reaches the owner of a store (K6).
 
-Terms
-  access   an address, and the *names* of the files with the token and the certificate: small, picklable, nothing secret
+Spark calls sources in processes of its own, so all of them are clients: the process that owns the store must listen.
+`options_of(store)` sees to that where the owner is this very process. A token is never an option: options appear in plans,
+logs and the user interface. The name of its file is. A path stands for the socket of the store's live owner, looked up where
+the query is planned; executors get the address: those of another machine need `grpc://` or `grpc+tls://`.
 
-Rules
-  1. Spark calls sources in processes of its own, so all of them are clients: the process that owns the store must listen.
-     `options_of(store)` sees to that where the owner is this very process.
-  2. A token is never an option: options appear in plans, logs and the user interface. The name of its file is.
-  3. A path stands for the socket of the store's live owner. It is looked up where the query is planned, and executors get the
-     address: those of another machine need `grpc://` or `grpc+tls://`.
-
-Importable on executors: what needs a manifest is loaded only where a query is planned.
-
-Threads: any. Raises `StoreNotFound`, `Unavailable`, `InvalidInput`.
+Importable on executors: what needs a manifest is loaded only where a query is planned. Threads: any. Raises `StoreNotFound`,
+`Unavailable`, `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -47,7 +41,7 @@ class Served(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class OwnerAddress:
     """Where the owner listens, and what to show it."""
 
     uri: str
@@ -94,8 +88,8 @@ def options_of(store: Served) -> dict[str, str]:
     return {"store": store.path}
 
 
-def access_of(options: Mapping[str, str]) -> Access:
-    """What the options `store`, `token_file` and `tls_ca_file` mean (rule 3)."""
+def access_of(options: Mapping[str, str]) -> OwnerAddress:
+    """What the options `store`, `token_file` and `tls_ca_file` mean."""
     if "token" in options:
         raise InvalidInput("a token is not an option: it would be seen in plans and logs", hint="use token_file")
     where = options.get("store", "") or options.get("path", "")
@@ -104,17 +98,17 @@ def access_of(options: Mapping[str, str]) -> Access:
     uri = where if "://" in where else SCHEME + _socket_of(os.path.abspath(where))
     over_network = not uri.startswith(SCHEME)
     token = options.get("token_file", "") or (os.environ.get("QUIRE_TOKEN_FILE", "") if over_network else "")
-    return Access(uri=uri, token_file=token, tls_ca_file=options.get("tls_ca_file", ""))
+    return OwnerAddress(uri=uri, token_file=token, tls_ca_file=options.get("tls_ca_file", ""))
 
 
 def _socket_of(root: str) -> str:
     if not os.path.isfile(os.path.join(root, names.CONFIG)):
         raise StoreNotFound("no store found", hint="create one with `quire init`", path=root)
-    found = where_owner_listens(OsDisk(), root)
-    if not found or not is_alive(found):
+    socket_path = where_owner_listens(OsDisk(), root)
+    if not socket_path or not is_alive(socket_path):
         raise Unavailable(
             "no owner listens for this store",
             hint="run `quire serve`, or pass `quire.spark.options_of(store)` in the process that owns it",
             path=root,
         )
-    return found
+    return socket_path

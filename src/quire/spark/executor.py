@@ -1,4 +1,4 @@
-"""The executor's side of the Spark runner: tools of its own, and the two functions that Spark calls with Arrow batches.
+"""The executor's side of the Spark runner: tools of its own, and the functions that Spark calls with Arrow batches.
 
 Terms
   site   what an executor must know to reach the bytes of a store: its directory, if the executor sees it, and how to open
@@ -6,19 +6,9 @@ Terms
   row    (place, db, slot, kind, data): what is sent, all of it pickled in `data`. Values of one key follow each other, its
          task before them
 
-Rules
-  1. Clients of remote object stores are made once for each Python worker and used by all its tasks. Files and directories are
-     opened anew by each: a worker lives as long as its session, and would keep the space of files that were deleted, or
-     believe in a directory that another store has taken the place of.
-  2. What a task raises, if it is a `QuireError`, is its answer (runner, rule 1); an answer that does not pickle is told as an
-     `InternalError`.
-  3. Rows are streamed: a worker has the values of one key in memory, and one batch of Arrow.
-  4. PySpark collects garbage after each task, which for all the modules that a worker has loaded takes as long as a small task
-     (12 ms and more): they are frozen when a task begins or ends that has loaded some.
-
-  5. Light keys, of which a task has many, wait for the disk more than they work: several are joined at once, in threads.
-
-Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one, but for rule 5.
+What a task raises, if it is a `QuireError`, is its result. Rows are streamed: a worker has the values of one key in memory,
+and one batch of Arrow. Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one; light keys are
+joined in several.
 """
 
 from __future__ import annotations
@@ -39,7 +29,7 @@ import pyarrow as pa
 from quire.core.errors import InternalError, QuireError
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
-from quire.jobs.runner import BLOCK, Answer, Key, Tools, owner_of
+from quire.jobs.runner import BLOCK, Key, TaskResult, Tools, owner_of
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
@@ -86,7 +76,7 @@ _frozen = 0
 
 
 def _freeze() -> None:
-    """Freeze the loaded modules: PySpark collects garbage after every task and would walk through them (rule 4)."""
+    """Freeze the loaded modules: PySpark collects garbage after every task, and walking through them takes 12 ms and more."""
     global _frozen
     if len(sys.modules) != _frozen:
         _frozen = len(sys.modules)
@@ -96,7 +86,13 @@ def _freeze() -> None:
 
 @contextmanager
 def tools_of(site: Site) -> Iterator[Tools]:
-    """Tools for one task (rule 1)."""
+    """Tools for one task.
+
+    Clients of remote object stores are kept for all tasks of a Python worker. Files and directories are opened anew by
+    each: a worker
+    lives as long as its session, and would keep the space of files that were deleted, or believe in a directory that
+    another store has taken the place of.
+    """
     _freeze()
     stores: dict[str, ObjectStore] = {}
 
@@ -127,7 +123,7 @@ class Carried:
     """What travels with a splitter: then what comes are only the numbers of its inputs."""
 
     inputs: Sequence[bytes]
-    told: Sequence[Row]
+    tasks: Sequence[Row]
     """Rows that go with the first of them, be there an input of this number or not."""
 
 
@@ -142,7 +138,7 @@ def splitter(
             return
         for number in _numbers(batches):
             if number == 0:
-                yield from carried.told
+                yield from carried.tasks
             yield from _split(carried.inputs[number : number + 1], split, tools, places)
 
     def run(batches: Batches) -> Batches:
@@ -166,11 +162,12 @@ def _split(
 
 
 def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool, threads: int = 1) -> Callable[[Batches], Batches]:
-    """Rows, in the order of their keys, → one answer for each key; several keys at once, if they are light (rule 5)."""
+    """Rows, in the order of their keys, → one answer for each key; several keys at once, if they are light: those wait for
+    the disk more than they work."""
 
     def run(batches: Batches) -> Batches:
         with tools_of(site) as tools, ThreadPoolExecutor(threads) as pool:
-            under_way: set[Future[Answer[Key, Any]]] = set()
+            under_way: set[Future[TaskResult[Key, Any]]] = set()
             for key, rows in groupby(_rows(batches), key=itemgetter(0, 1)):
                 under_way.add(pool.submit(_joined, key, list(rows), join, tools, needs_task))
                 if len(under_way) >= threads:
@@ -181,19 +178,19 @@ def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool, threads: i
     return run
 
 
-def _results(done: Iterable[Future[Answer[Key, Any]]]) -> Batches:
-    for each in done:
-        answer = each.result()
+def _results(done: Iterable[Future[TaskResult[Key, Any]]]) -> Batches:
+    for future in done:
+        answer = future.result()
         yield _answered(answer.key, answer)
 
 
 def _joined(
     key: Key, rows: Iterable[Any], join: Callable[..., Any], tools: Tools, needs_task: bool
-) -> Answer[Key, Any]:
+) -> TaskResult[Key, Any]:
     task, values = None, []
     for _, _, kind, data in rows:
         if kind == ERROR:
-            return Answer(key, error=pickle.loads(data))
+            return TaskResult(key, error=pickle.loads(data))
         if kind == TASK:
             task = pickle.loads(data)
         else:
@@ -201,9 +198,9 @@ def _joined(
     try:
         if needs_task and task is None:
             raise InternalError("a value came up for which there is no task", key=key)
-        return Answer(key, join(key, task, values, tools))
+        return TaskResult(key, join(key, task, values, tools))
     except QuireError as error:
-        return Answer(key, error=error)
+        return TaskResult(key, error=error)
 
 
 def teller(site: Site, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
@@ -212,20 +209,20 @@ def teller(site: Site, tell: Callable[..., Any]) -> Callable[[Batches], Batches]
     def run(batches: Batches) -> Batches:
         with tools_of(site) as tools:
             for data in _column(batches, "data"):
-                yield from _numbered(_told(pickle.loads(data), tell, tools))
+                yield from _numbered(_pairs(pickle.loads(data), tell, tools))
 
     return run
 
 
-def _told(task: Any, tell: Callable[..., Any], tools: Tools) -> Iterator[tuple[int | None, Any]]:
+def _pairs(task: Any, tell: Callable[..., Any], tools: Tools) -> Iterator[tuple[int | None, Any]]:
     try:
         yield from tell(task, tools)
     except QuireError as error:
         yield None, error
 
 
-def _numbered(told: Iterator[tuple[int | None, Any]]) -> Batches:
-    while block := list(islice(told, BLOCK)):
+def _numbered(pairs: Iterator[tuple[int | None, Any]]) -> Batches:
+    while block := list(islice(pairs, BLOCK)):
         numbers = pa.array([number for number, _ in block], pa.uint64()).view(pa.int64())
         values = pa.array([_packed(value) for _, value in block], pa.binary())
         yield pa.RecordBatch.from_arrays([numbers, values], schema=FOUND)
@@ -243,9 +240,9 @@ def mapper(site: Site, run: Callable[..., Any], tasks: Sequence[bytes] | None = 
         with tools_of(site) as tools:
             for number, data in given(batches):
                 try:
-                    answer = Answer((number, 0), run(pickle.loads(data), tools))
+                    answer = TaskResult((number, 0), run(pickle.loads(data), tools))
                 except QuireError as error:
-                    answer = Answer((number, 0), error=error)
+                    answer = TaskResult((number, 0), error=error)
                 yield _answered((number, 0), answer)
 
     return work
@@ -257,8 +254,8 @@ Row = tuple[int, int, int, int, bytes]
 
 def _column(batches: Batches, name: str) -> Iterator[bytes]:
     for batch in batches:
-        for each in batch.column(batch.schema.get_field_index(name)):
-            yield each.as_py()
+        for data in batch.column(batch.schema.get_field_index(name)):
+            yield data.as_py()
 
 
 def _numbers(batches: Batches) -> Iterator[int]:
@@ -292,18 +289,20 @@ def _batched(rows: Iterator[Row]) -> Batches:
 def batch_of(rows: list[Row]) -> pa.RecordBatch:
     """Rows, as Arrow has them."""
     columns = list(zip(*rows)) if rows else [()] * len(ROWS)
-    return pa.RecordBatch.from_arrays([pa.array(each, field.type) for each, field in zip(columns, ROWS)], schema=ROWS)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(values, field.type) for values, field in zip(columns, ROWS)], schema=ROWS
+    )
 
 
-def _answered(key: Key, answer: Answer[Key, Any]) -> pa.RecordBatch:
+def _answered(key: Key, answer: TaskResult[Key, Any]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"db": [key[0]], "slot": [key[1]], "data": [_packed(answer)]}, schema=ANSWERS)
 
 
 def _packed(value: Any) -> bytes:
-    """Pickle an answer; one that does not pickle becomes an `InternalError` (rule 2)."""
+    """Pickle an answer; one that does not pickle becomes an `InternalError`."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever an object of somebody else's raises when it is pickled
         failure = InternalError(f"an answer cannot be sent: {type(error).__name__}: {error}")
-        sent: Any = Answer(value.key, error=failure) if isinstance(value, Answer) else failure
+        sent: Any = TaskResult(value.key, error=failure) if isinstance(value, TaskResult) else failure
         return pickle.dumps(sent, pickle.HIGHEST_PROTOCOL)

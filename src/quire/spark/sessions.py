@@ -1,19 +1,15 @@
 """A Spark session that knows quire.
 
-Terms
-  attach   to make quire's data sources known to a session that is there already, classic or Connect
-
-Rules
-  1. A running session is used, never changed behind its owner's back: what it lacks is said in an error or done without.
-  2. Workers run this very Python, unless another one is named: Spark would otherwise start whatever `python3` the PATH has.
-  3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
-  4. Only the DataFrame API is used anywhere in this package, so that Connect works (K3).
-  5. In a session of ours on one machine Python workers are spoken to through Unix sockets, in a directory of its own, unless
-     `config` says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the
-     first is acknowledged (strace shows it). Workers that nobody listens to any more end quietly (`daemon.py`, `hearing.py`).
-
     spark = quire.spark.session()            # local[*]
     spark = quire.spark.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
+
+A running session is used as it is: what it lacks is an error, or done without. A new one is small by default: one JVM beside
+the owner's process, on a machine that may have 2 GiB. Only the DataFrame API is used anywhere in this package, so that
+Connect works (K3).
+
+On one machine Python workers of a new session are reached through Unix sockets, in a directory of its own, unless `config`
+says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the first is
+acknowledged. Workers whose socket Spark closes end quietly (`daemon.py`, `jvm_log.py`).
 
 Threads: any. Raises `SparkUnavailable`.
 """
@@ -33,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import SparkUnavailable
-from quire.spark.hearing import launch
 from quire.spark.java import find_java, quiet_home
+from quire.spark.jvm_log import launch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -96,8 +92,8 @@ def session(
     with _unwarned():
         if settings.get(UNIX_SOCKETS) == "true":
             launch(settings)
-        made = builder.getOrCreate()
-    return attach(made)
+        spark = builder.getOrCreate()
+    return attach(spark)
 
 
 def choose_python(config: Mapping[str, str]) -> None:
@@ -111,13 +107,13 @@ def choose_python(config: Mapping[str, str]) -> None:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Start the JVM without our wish for warnings: its Python workers would inherit it, and leave pipes to the collector."""
-    wish = os.environ.pop("PYTHONWARNINGS", None)
+    """Start the JVM without PYTHONWARNINGS: its Python workers would inherit it, and leave pipes to the collector."""
+    filters = os.environ.pop("PYTHONWARNINGS", None)
     try:
         yield
     finally:
-        if wish is not None:
-            os.environ["PYTHONWARNINGS"] = wish
+        if filters is not None:
+            os.environ["PYTHONWARNINGS"] = filters
 
 
 def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> dict[str, str]:
@@ -145,7 +141,7 @@ def workers_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_memory_mib() -> int:
-    """The JVM's memory: small, because it shares the machine with the owner's process (rule 3)."""
+    """The JVM's memory: small, because it shares the machine with the owner's process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     return max(MEMORY_MIN_MIB, min(MEMORY_MAX_MIB, total // MEMORY_SHARE))
 
@@ -153,11 +149,11 @@ def default_memory_mib() -> int:
 def attach(spark: SparkSession) -> SparkSession:
     """Make quire's data sources known to a session, and it the active one of this thread; the same session."""
     _require()
-    from quire.spark.sources.registry import sources
+    from quire.spark.sources.registry import SOURCES
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns if a source was registered before: that is what attaching twice does
-        for source in sources():
+        for source in SOURCES:
             spark.dataSource.register(source)
     make_active(spark)
     return spark

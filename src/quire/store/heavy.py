@@ -224,7 +224,7 @@ class Heavy:
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
         heard = Steady(progress)
-        jobs = run_many(self._wiring.context, kind, db_ids, wish=runner, progress=heard)
+        jobs = run_many(self._wiring.context, kind, db_ids, runner_name=runner, progress=heard)
         heard.over()
         return jobs
 

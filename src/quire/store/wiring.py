@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quire.core.errors import StoreClosed
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
-from quire.jobs.context import JobContext, StorePool, allow
+from quire.jobs.context import JobContext, allow
 from quire.jobs.enqueue import has_open_segment
 from quire.jobs.leftovers import has_dropped_streams
+from quire.jobs.locations import StorePool
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.registry import HANDLERS
+from quire.jobs.residency import upload_now
 from quire.jobs.runner import Runners
-from quire.jobs.uploads import upload_now
 from quire.jobs.worker import Worker
 from quire.lsm.engine import KvEngine
 from quire.manifest.namespaces import collector_of

@@ -1,22 +1,13 @@
-"""The audit job: reference counts, heads and floors computed again from rows, by the runner, and compared with what is stored.
+"""The audit job: reference counts, heads and floors computed again from rows, by the runner, and compared with what is
+stored.
 
-  - It changes nothing. `quire manifest check --fix` mends what can be mended.
-  - Rows are read in one transaction, and sent to the runner as numbers, a wave at a time (`plan.py`), so that the driver's
-    memory does not grow with them; grouping and comparing is done there, and only differences come back. The result has the
-    first `LISTED_MAX` of them, and how many there were.
-  - Who runs it is chosen by the sizes of the tables that are read.
+It changes nothing; `quire manifest check --fix` mends what can be mended. The result has the first `LISTED_MAX` differences,
+and how many there were. A table that cannot be read is a difference, too (K1), and the others are compared.
 
-What an audit compares: rows of one transaction, as blocks of numbers, and the floors, which are few.
-
-  - All blocks are of one transaction: what is committed meanwhile cannot look like a difference.
-  - They are made a few thousand rows at a time and say only what is compared: 24 bytes for the references of some rows to one
-    artifact, a count or a catalog row, 32 for a version of a page. They are compared a wave after the other, and what is
-    about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same: in memory are at most `REFERENCE_ROWS` or `WAVE_ROWS`, or
-    one piece if that is more, and 16 bytes for each piece of references. Pages come in order, so they are read once;
-    references do not, so they are read once more for each wave if there are several (`jobs/row_groups.py`).
-  - A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
-    and no reader was promised a version that is not there.
-  - Where rows cannot be read that is a difference, too (K1), and what else there is to compare is compared.
+All rows are of one transaction: what is committed meanwhile cannot look like a difference. They are sent to the runner as
+numbers, a wave at a time, with what is about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same wave, so that the
+driver's memory does not grow with them. Pages come in order, so they are read once; references do not, so they are read once
+more for each wave (`jobs/row_groups.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +24,9 @@ from numpy.typing import NDArray
 from quire.core.errors import Corruption
 from quire.core.ids import KINDS_WITH_OBJECTS
 from quire.durable.names import object_key
-from quire.jobs.audit.run import PIECE_BITS, Block, Difference, join_blocks, piece_of, split_block
+from quire.jobs.audit.run import PIECE_BITS, Difference, RowBlock, join_blocks, piece_of, split_block
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.row_groups import cut, part
 from quire.manifest import tables as t
 from quire.manifest.holders import decode, inventory
@@ -49,26 +40,26 @@ BYTES_A_ROW = 256
 
 def audit_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Compare what rows say with what they add up to."""
-    wish = options(job, runner="")["runner"]
+    runner_name = options(job, runner="")["runner"]
     with ctx.manifest.read() as txn:
         total, done, rows = work(txn), 0, 0
         progress(0, total)
-        runner = ctx.choose_runner(wish, total * BYTES_A_ROW, label="quire-audit")
-        found: list[dict[str, Any]] = [told(each) for each in floors(txn)]
-        differences = len(found)
+        runner = ctx.choose_runner(runner_name, total * BYTES_A_ROW, label="quire-audit")
+        listed: list[dict[str, Any]] = [described(difference) for difference in floors(txn)]
+        differences = len(listed)
         for wave in waves(txn):
             rows += wave.rows
             if wave.unread:
                 differences += 1
-                found.append(told_unread(wave))
+                listed.append(described_unread(wave))
             tick = part(progress, done, wave.done, total)
             for answer in runner.regroup(split_block, wave.blocks, join_blocks, tick=tick) if wave.blocks else ():
                 result = answer.result()
                 differences += len(result)
-                found += [told(each) for each in result[: max(0, LISTED_MAX - len(found))]]
+                listed += [described(difference) for difference in result[: max(0, LISTED_MAX - len(listed))]]
             done = wave.done
     progress(total, total)
-    return Done({"rows": rows, "differences": differences, "found": found, "runner": runner.name})
+    return Completed({"rows": rows, "differences": differences, "found": listed, "runner": runner.name})
 
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +93,7 @@ _PAGES: tuple[t.Table[Any], ...] = (t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD)
 class Wave:
     """What is compared in one run of the runner."""
 
-    blocks: list[Block]
+    blocks: list[RowBlock]
     done: int
     """How much of `work` is done when this is."""
     unread: str = ""
@@ -111,7 +102,7 @@ class Wave:
     @property
     def rows(self) -> int:
         """How many rows of the manifest this is about, each reference counted."""
-        return sum(int(each.rows[:, 2].sum()) if each.sort == "held" else len(each.rows) for each in self.blocks)
+        return sum(int(block.rows[:, 2].sum()) if block.sort == "held" else len(block.rows) for block in self.blocks)
 
 
 def work(txn: ReadTxn) -> int:
@@ -122,17 +113,17 @@ def work(txn: ReadTxn) -> int:
 def waves(txn: ReadTxn) -> Iterator[Wave]:
     """Everything that is compared by the runner, as much at a time as memory should hold."""
     referring = sum(txn.count(table) for table in _REFERRING)
-    for compared, done, found in (("references", referring, _reference_waves), ("pages", work(txn), _page_waves)):
+    for compared, done, read_waves in (("references", referring, _reference_waves), ("pages", work(txn), _page_waves)):
         try:
-            yield from found(txn, referring)
+            yield from read_waves(txn, referring)
         except (Corruption, ValueError, struct.error) as error:
             yield Wave([], done, f"{compared} cannot be compared: {error}")
 
 
 def _reference_waves(txn: ReadTxn, referring: int) -> Iterator[Wave]:
-    found = cut(lambda: _references(txn), piece_of, REFERENCE_ROWS)
-    for number, blocks in enumerate(found, 1):
-        yield Wave(blocks, referring * number // found.count)
+    groups = cut(lambda: _references(txn), piece_of, REFERENCE_ROWS)
+    for number, blocks in enumerate(groups, 1):
+        yield Wave(blocks, referring * number // groups.count)
 
 
 def _page_waves(txn: ReadTxn, done: int) -> Iterator[Wave]:
@@ -143,43 +134,43 @@ def _page_waves(txn: ReadTxn, done: int) -> Iterator[Wave]:
         more = versions.fill(WAVE_ROWS)
         border = versions.border if more else END
         blocks = versions.take(border) + heads.take(border)
-        done += sum(len(each.rows) for each in blocks)
+        done += sum(len(block.rows) for block in blocks)
         yield Wave(blocks, done)
 
 
 class _Sorted:
     """Blocks of pages in the order of their keys, taken up to a border."""
 
-    def __init__(self, blocks: Iterator[Block]) -> None:
+    def __init__(self, blocks: Iterator[RowBlock]) -> None:
         self._blocks = blocks
-        self._held: deque[Block] = deque()
+        self._held: deque[RowBlock] = deque()
         self.border = 0
 
     def fill(self, rows: int) -> bool:
         """Hold at least so many rows, and more than one piece; whether there were as many. `border` is the last piece's."""
-        held = sum(len(each.rows) for each in self._held)
+        held = sum(len(block.rows) for block in self._held)
         for block in self._blocks:
             self._held.append(block)
             held += len(block.rows)
-            first, last = (_page_key(each.rows)[at] for each, at in ((self._held[0], 0), (block, -1)))
+            first, last = (_page_key(block.rows)[at] for block, at in ((self._held[0], 0), (block, -1)))
             self.border = int(last) >> PIECE_BITS << PIECE_BITS
             if held >= rows and first < self.border:
                 return True
         return False
 
-    def take(self, border: int) -> list[Block]:
+    def take(self, border: int) -> list[RowBlock]:
         """The rows before a border."""
-        taken: list[Block] = []
+        taken: list[RowBlock] = []
         while (block := self._next()) is not None:
             place = int(np.searchsorted(_page_key(block.rows), np.uint64(border)))
             if place:
-                taken.append(Block(block.sort, block.rows[:place]))
+                taken.append(RowBlock(block.sort, block.rows[:place]))
             if place < len(block.rows):
-                self._held.appendleft(Block(block.sort, block.rows[place:]))
+                self._held.appendleft(RowBlock(block.sort, block.rows[place:]))
                 break
         return taken
 
-    def _next(self) -> Block | None:
+    def _next(self) -> RowBlock | None:
         return self._held.popleft() if self._held else next(self._blocks, None)
 
 
@@ -189,20 +180,20 @@ def _page_key(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return key
 
 
-def _references(txn: ReadTxn) -> Iterator[Block]:
+def _references(txn: ReadTxn) -> Iterator[RowBlock]:
     for sort, codes, counts in inventory(txn):
         rows = np.column_stack([codes, counts.astype(np.uint64)])
         for start in range(0, len(rows), STEP_ROWS):
-            yield Block(sort, np.ascontiguousarray(rows[start : start + STEP_ROWS]))
+            yield RowBlock(sort, np.ascontiguousarray(rows[start : start + STEP_ROWS]))
 
 
-def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[Block]:
+def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[RowBlock]:
     for keys, values in txn.steps(table, STEP_ROWS):
         key = np.frombuffer(b"".join(keys), table.key.numpy_fields())
         row = table.rows.columns(keys, values)
         lsns: NDArray[Any] = key["lsn"] if sort == "version" else row["lsn"]
-        columns = [np.asarray(each, np.uint64) for each in (key["db_id"], key["page"], lsns, row["segment_id"])]
-        yield Block(sort, np.stack(columns, axis=1))
+        columns = [np.asarray(column, np.uint64) for column in (key["db_id"], key["page"], lsns, row["segment_id"])]
+        yield RowBlock(sort, np.stack(columns, axis=1))
 
 
 def floors(txn: ReadTxn) -> Iterator[Difference]:
@@ -214,22 +205,25 @@ def floors(txn: ReadTxn) -> Iterator[Difference]:
             yield Difference("L1", (db_id, 0), (row.min_snapshot_lsn,), (low, high))
 
 
-def told_unread(wave: Wave) -> dict[str, Any]:
-    """Rule 4, as a row of the audit's table."""
+def described_unread(wave: Wave) -> dict[str, Any]:
+    """What could not be read, as a row of the audit's table."""
     return {"state": "K1", "what": wave.unread}
 
 
-def told(each: Difference) -> dict[str, Any]:
+def described(difference: Difference) -> dict[str, Any]:
     """A difference as a row of the audit's table."""
-    have, want = (_plain(numbers) for numbers in (each.have, each.want))
-    what = WHAT[each.rule].format(have=have, want=want)
-    if each.rule == "P1":
-        return {"state": each.rule, "what": f"database {each.subject[0]}, page {each.subject[1]}: {what}"}
-    if each.rule == "L1":
-        return {"state": each.rule, "what": f"database {each.subject[0]}: {what}"}
-    key = decode(each.subject)
+    have, want = (_plain(numbers) for numbers in (difference.have, difference.want))
+    what = WHAT[difference.rule].format(have=have, want=want)
+    if difference.rule == "P1":
+        return {
+            "state": difference.rule,
+            "what": f"database {difference.subject[0]}, page {difference.subject[1]}: {what}",
+        }
+    if difference.rule == "L1":
+        return {"state": difference.rule, "what": f"database {difference.subject[0]}: {what}"}
+    key = decode(difference.subject)
     named = object_key(key) if key.kind in KINDS_WITH_OBJECTS else str(key)
-    return {"state": each.rule, "artifact": named, "what": what}
+    return {"state": difference.rule, "artifact": named, "what": what}
 
 
 def _plain(numbers: tuple[int, ...]) -> str:

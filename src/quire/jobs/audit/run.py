@@ -1,18 +1,13 @@
 """The grouping half of the audit: references, counts and versions are brought together by what they are about, and compared.
 
 Terms
-  block     rows of one sort, as numbers: what a transaction of the manifest gave, cut into pieces
   code      an artifact as two numbers, as `manifest/holders.py` makes them: (origin << 24 | kind << 16 | delta, id << 32 |
             generation)
-  sort      "held" (how often some rows refer to an artifact), "stored" (a reference count), "row" (a catalog row), "version"
-            and "head" (of a page)
+  sort      of rows: "held" (how often some rows refer to an artifact), "stored" (a reference count), "row" (a catalog row),
+            "version" and "head" (of a page)
 
-Rules
-  1. Blocks are split by database and a piece of its ids or pages, so that a large database is compared by many tasks, and none
-     holds more than what is about a piece: 2^14 pages with their versions, 2^10 ids with their generations.
-  2. What comes back are differences: equal counts, which is nearly all of them, never leave the executor.
-
-Safe to run on an executor.
+Blocks are split by database and a piece of its ids or pages, so that many tasks compare a large database, and none holds more
+than a piece. Only differences leave the executor. Safe to run on an executor.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ Numbers = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Rows of one sort."""
 
     sort: str
@@ -64,8 +59,8 @@ def piece_of(rows: Numbers) -> Numbers:
     return pieces
 
 
-def split_block(block: Block, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
-    """Cut a block by database and piece of its ids or pages, so that no task holds more than one piece (rule 1)."""
+def split_block(block: RowBlock, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
+    """Cut a block by database and piece of its ids or pages, so that no task holds more than one piece."""
     rows = block.rows
     if not len(rows):
         return
@@ -89,7 +84,7 @@ def join_blocks(
     by_sort: dict[str, list[NDArray[np.uint64]]] = {}
     for sort, rows in parts:
         by_sort.setdefault(sort, []).append(rows)
-    joined = {sort: np.concatenate(found) for sort, found in by_sort.items()}
+    joined = {sort: np.concatenate(arrays) for sort, arrays in by_sort.items()}
     if joined.keys() & {"version", "head"}:
         return tuple(_heads(joined))
     return tuple(_counts(joined))
@@ -100,7 +95,7 @@ def _counts(joined: dict[str, Numbers]) -> Iterator[Difference]:
     held, stored, rows = (_by_code(joined.get(sort, np.zeros((0, 3), np.uint64))) for sort in ("held", "stored", "row"))
     if np.array_equal(held, stored[stored[:, 2] > 0]) and np.array_equal(rows[:, :2], stored[:, :2]):
         return
-    yield from _looked_at(*({(a, b): count for a, b, count in each.tolist()} for each in (held, stored, rows)))
+    yield from _looked_at(*({(a, b): count for a, b, count in counts.tolist()} for counts in (held, stored, rows)))
 
 
 def _looked_at(held: dict[Pair, int], stored: dict[Pair, int], rows: dict[Pair, int]) -> Iterator[Difference]:
@@ -131,10 +126,10 @@ def _heads(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:
     if np.array_equal(newest, heads):
         return
     wanted = {(db_id, page): (lsn, segment) for db_id, page, lsn, segment in newest.tolist()}
-    found = {(db_id, page): (lsn, segment) for db_id, page, lsn, segment in heads.tolist()}
-    for subject in sorted(wanted.keys() | found.keys()):
-        if wanted.get(subject) != found.get(subject):
-            yield Difference("P1", subject, found.get(subject, ()), wanted.get(subject, ()))
+    stored = {(db_id, page): (lsn, segment) for db_id, page, lsn, segment in heads.tolist()}
+    for subject in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(subject) != stored.get(subject):
+            yield Difference("P1", subject, stored.get(subject, ()), wanted.get(subject, ()))
 
 
 def _by_page(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -52,11 +52,11 @@ def audit_table(
     counted: Iterable[dict[str, Any]] = (),
 ) -> pa.Table:
     """All of it: broken rules, counts that came out differently, bad artifacts, and what a sweep found."""
-    rows: list[dict[str, Any]] = [{"state": each.rule, "what": str(each)} for each in problems]
+    rows: list[dict[str, Any]] = [{"state": problem.rule, "what": str(problem)} for problem in problems]
     rows += counted
     rows += bad
-    rows += [{"state": "UNLISTED", "what": "its object is not there", **each} for each in swept.get("missing", ())]
-    rows += [{"state": "ORPHANED", "what": "no row speaks of it", **each} for each in swept.get("orphans", ())]
+    rows += [{"state": "UNLISTED", "what": "its object is not there", **row} for row in swept.get("missing", ())]
+    rows += [{"state": "ORPHANED", "what": "no row speaks of it", **row} for row in swept.get("orphans", ())]
     return as_table(rows)
 
 
@@ -66,9 +66,9 @@ def as_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
 
     kinds = (pa.string(), pa.string(), pa.string(), pa.int64(), pa.int64())
     blank: tuple[Any, ...] = ("", "", "", 0, 0)
-    found = list(rows)
+    listed = list(rows)
     columns = {
-        name: pa.array([row.get(name, default) for row in found], kind)
+        name: pa.array([row.get(name, default) for row in listed], kind)
         for name, kind, default in zip(COLUMNS, kinds, blank)
     }
     return pa.table(columns)

@@ -1,11 +1,8 @@
 """Looking which bundles of a manifest log are due, and making one: what the bundle job does on executors.
 
-Rules
-  1. `look` lists the objects of one log and reads its newest snapshot; a listing never leaves it.
-  2. `make` reads chunks and writes one object. The same chunks give the same bytes, so a task that is killed or repeated adopts
-     what is there (`stream/mlog_bundle.py`).
-
-Safe to run on an executor. Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises.
+A listing never leaves its task. The same chunks give the same bytes, so a task that is repeated adopts what is there
+(`stream/mlog_bundle.py`). Safe to run on an executor. Raises `ManifestIntegrityError`, `StalePlan`, and what the object store
+raises.
 """
 
 from __future__ import annotations
@@ -49,18 +46,18 @@ class MakeTask:
 
 
 def look(task: LookTask, tools: Tools) -> Looked:
-    """List the objects of one log and read its newest snapshot; the listing stays in the task (rule 1)."""
+    """List the objects of one log and read its newest snapshot."""
     objects = LogObjects(tools.open_store(task.url), task.stream_id, task.prefixes)
     due = plan(objects, now_ms=task.now_ms, period_seconds=task.period_seconds)
     chunks = objects.own_listing().chunks
     size = sum(
-        chunks[index].size_bytes for each in due for index in range(each.first, each.last + 1) if index in chunks
+        chunks[index].size_bytes for task in due for index in range(task.first, task.last + 1) if index in chunks
     )
     return Looked(task.stream_id, tuple(due), tuple(left_over(objects)), size)
 
 
 def make(task: MakeTask, tools: Tools) -> BundleResult:
-    """Read chunks and write one bundle; a repeated task gives the same bytes and adopts what is there (rule 2)."""
-    made = run(task.task, tools.open_store(task.url))
+    """Read chunks and write one bundle; a repeated task gives the same bytes and adopts what is there."""
+    bundle = run(task.task, tools.open_store(task.url))
     hit("jobs.bundle.made")
-    return made
+    return bundle

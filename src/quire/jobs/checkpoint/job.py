@@ -1,22 +1,18 @@
 """The checkpoint and merge jobs: plan, store the plan, run it, publish in the transaction that ends the job.
 
 What is there after a crash, step by step
-  versions kept            an expiring snapshot of the old live set (`window.py`); the next attempt finds it and makes no other
+  versions kept            an expiring snapshot of the old live set (`plan.py`); the next attempt finds it and makes no other
   before `BeginPlan`       nothing; the next attempt plans anew
   plan stored, running     some objects of the burned generation; the next attempt builds the same plan from the same segments
                            and adopts them (P11), or abandons it and has them deleted (P10)
   published                everything, in one transaction with the end of the job
 
-  - A stored plan is run again only if building it again gives the same digest and names; otherwise it is abandoned.
-  - Another job's plan is abandoned when that job has ended, and waited for until then.
-  - Every commit on the way holds the job's lease (`steps.commit_step`), and publishing needs the running attempt: a zombie
-    stores, abandons and publishes nothing.
-  - What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
-  - An attempt that is stopped, or fails, starts no more slots; those under way are waited for.
-  - Who does the reading and writing is a `Runner`: threads, or Spark (the payload's `runner`, else `maintenance.runner`). One
-    that does not see the store's files gets the segments as objects, which are uploaded first.
+A stored plan is run again only if building it again gives the same digest and names; otherwise it is abandoned. Another job's
+plan is abandoned when that job has ended, and waited for until then. Every commit on the way holds the job's lease
+(`commit_step`), and publishing needs the running attempt: a worker that lost its job stores, abandons and publishes nothing.
+What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
 
-The one batch that makes a checkpoint or merge true: catalog rows, slots, references, segments, the mark of the WAL.
+A runner that does not see the store's files gets the segments as objects, which are uploaded first.
 """
 
 from __future__ import annotations
@@ -56,11 +52,11 @@ from quire.jobs.checkpoint.run import (
     split_rows,
 )
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Later, Outcome, Progress, commit_step, options
+from quire.jobs.handler import Completed, Deferred, Outcome, Progress, commit_step, options
+from quire.jobs.residency import upload_now
 from quire.jobs.runner import Runner
 from quire.jobs.stream_checkpoint.job import stream_checkpoint_job
 from quire.jobs.tiers.job import upload_job
-from quire.jobs.uploads import upload_now
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -97,17 +93,17 @@ def checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 def merge_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Rewrite slots whose chains have grown."""
-    wish = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")["runner"]
-    return _run(ctx, job, progress, chooser(ctx, wish))
+    runner_name = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")["runner"]
+    return _run(ctx, job, progress, chooser(ctx, runner_name))
 
 
-def chooser(ctx: JobContext, wish: str) -> Choose:
-    """Choose the runner by wish and size, once: an attempt counts and writes with the same one."""
+def chooser(ctx: JobContext, runner_name: str) -> Choose:
+    """Choose the runner by name and size, once: an attempt counts and writes with the same one."""
     chosen: list[Runner] = []
 
     def runner_for(size_bytes: int) -> Runner:
         if not chosen:
-            chosen.append(ctx.choose_runner(wish, size_bytes, label="quire-checkpoint"))
+            chosen.append(ctx.choose_runner(runner_name, size_bytes, label="quire-checkpoint"))
             if chosen[0].name == "threads":
                 engine_of(ctx)
         return chosen[0]
@@ -120,15 +116,15 @@ def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> O
         plan = _resume(ctx, job, runner_for)
         if plan is None:
             if _is_taken(ctx, job.db_id):
-                return Later(ctx.clock.now_ms() + TAKEN_MS)
+                return Deferred(ctx.clock.now_ms() + TAKEN_MS)
             try:
                 plan = _begin(ctx, job, runner_for)
             except IllegalTransition:
                 if not _is_taken(ctx, job.db_id):
                     raise
-                return Later(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
+                return Deferred(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
     if plan is None:
-        return Done({"slots": 0, **({} if is_merge(job) else waiting_for_readers(ctx, job.db_id))})
+        return Completed({"slots": 0, **({} if is_merge(job) else waiting_for_readers(ctx, job.db_id))})
     hit("jobs.checkpoint.planned")
     runner = runner_for(plan.read_bytes)
     with span("Checkpoint.write", db_id=job.db_id, slots=len(plan.tasks), bytes=plan.read_bytes, runner=runner.name):
@@ -159,7 +155,9 @@ def count_dirty(runner: Runner, inputs: Sequence[SegmentInput]) -> dict[int, Dir
 def reachable(ctx: JobContext, runner: Runner, inputs: Iterable[SegmentInput]) -> list[SegmentInput]:
     """The same inputs, at places where the runner can read them: those that are only files are uploaded first."""
     inputs = list(inputs)
-    wanted = {(each.place.origin_db_id, each.place.segment_id) for each in inputs if not each.place.object_key}
+    wanted = {
+        (segment.place.origin_db_id, segment.place.segment_id) for segment in inputs if not segment.place.object_key
+    }
     if runner.shares_disk or not wanted:
         return inputs
     keys = [ArtifactKey(origin, ArtifactKind.WAL, segment_id, 0) for origin, segment_id in sorted(wanted)]
@@ -167,15 +165,16 @@ def reachable(ctx: JobContext, runner: Runner, inputs: Iterable[SegmentInput]) -
     with ctx.manifest.read() as txn:
         return [
             replace(
-                each,
-                place=segment_place(txn, each.place.origin_db_id, each.place.segment_id, ctx.objects_url) or each.place,
+                segment,
+                place=segment_place(txn, segment.place.origin_db_id, segment.place.segment_id, ctx.objects_url)
+                or segment.place,
             )
-            for each in inputs
+            for segment in inputs
         ]
 
 
 def _write(plan: CheckpointPlan, runner: Runner, progress: Progress) -> list[SlotResult]:
-    """The plan's objects, in the order of its tasks; rule 5."""
+    """The plan's objects, in the order of its tasks. If it fails, no more slots are started; those under way are waited for."""
     tasks = {(plan.db_id, task.key.id): task for task in plan.tasks}
     written = {
         answer.key: answer.result()
@@ -212,7 +211,7 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
         "covered_lsn": plan.covered_lsn,
         "generation": plan.generation,
     }
-    return Done(summary, ops=(*ops, *manifest.jobs.deletions(origins)), after=tuple(after), events=events)
+    return Completed(summary, ops=(*ops, *manifest.jobs.deletions(origins)), after=tuple(after), events=events)
 
 
 def _payload_after(job: Job) -> dict[str, Any]:
@@ -363,8 +362,8 @@ def _rebuild(
 
 def segments_of(txn: ReadTxn, db_id: int, record: PlanRecord) -> list[tuple[int, WalRecord]]:
     """The segments of a stored plan; none if one of them is gone."""
-    rows = [(each, txn.get(t.WAL_CATALOG, db_id, each)) for each in record.segments]
-    present = [(each, row) for each, row in rows if row is not None]
+    rows = [(segment_id, txn.get(t.WAL_CATALOG, db_id, segment_id)) for segment_id in record.segments]
+    present = [(segment_id, row) for segment_id, row in rows if row is not None]
     return present if len(present) == len(rows) else []
 
 

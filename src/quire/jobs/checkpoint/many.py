@@ -1,18 +1,10 @@
 """Checkpoints or merges of many databases in one run: each is its own job, the work of all is two steps of one runner (K1).
 
-Terms
-  held     see `jobs/batches.py`, whose rules hold here: a database fails alone, leases are renewed together, a run that is
-           interrupted puts its jobs back
-  step     what is done for all that are held before the next begins: draft, count, store the plans, write, publish
+Every step is for all databases at once: draft, count, store the plans, write, publish. Index rows are counted in one action
+of the runner, slots written in another; commits are pipelined. For each database it is the same as when its job runs alone
+(`job.py`); a job that is put back goes on from its stored plan, in whatever run takes it next.
 
-Rules
-  1. Every step is for all databases at once: index rows are counted in one action of the runner, slots written in another;
-     commits are pipelined.
-  2. A job that is put back goes on from its stored plan, in whatever run takes it next.
-  3. What a database's job does step by step is the same as when it runs alone (`handler.py`); a stored plan that comes out
-     differently is abandoned, and its job put back for the next run.
-
-Threads: one caller; the heart and the drafts have threads of their own. Raises what the runner raises, and what interrupts the
+Threads: one caller; leases and drafts have threads of their own. Raises what the runner raises, and what interrupts the
 caller.
 """
 
@@ -42,7 +34,7 @@ from quire.jobs.checkpoint.plan import (
 )
 from quire.jobs.checkpoint.run import Dirty, SegmentInput, SlotResult, join_pages, join_slot, split_pages, split_rows
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Progress, options
+from quire.jobs.handler import Completed, Progress, options
 from quire.jobs.leases import LeasedJob
 from quire.jobs.runner import AUTO_BYTES, Runner, no_tick
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
@@ -66,7 +58,7 @@ class Held(LeasedJob):
     plan: CheckpointPlan | None = None
     dirty: dict[int, Dirty] = field(default_factory=dict)
     results: dict[int, SlotResult] = field(default_factory=dict)
-    outcome: Done | None = None
+    outcome: Completed | None = None
     """What its publication makes true, and logs once it is committed."""
 
 
@@ -75,11 +67,11 @@ def run_many(
     kind: JobKind,
     db_ids: Iterable[int],
     *,
-    wish: str = "",
+    runner_name: str = "",
     progress: Progress = no_tick,
 ) -> list[Job]:
     """Checkpoint or merge these databases now; their jobs, as they ended. Those that somebody else is at are not among them."""
-    run = _Run(ctx, kind, wish)
+    run = _CheckpointRun(ctx, kind, runner_name)
     with run.alive():
         asked = run.claim(run.enqueue(db_ids))
         run.draft()
@@ -90,14 +82,14 @@ def run_many(
     return [ctx.manifest.jobs.get(job_id) for job_id in asked]
 
 
-class _Run(BatchRun[Held]):
+class _CheckpointRun(BatchRun[Held]):
     """One run. Drafting has a few threads of its own."""
 
-    def __init__(self, ctx: JobContext, kind: JobKind, wish: str) -> None:
+    def __init__(self, ctx: JobContext, kind: JobKind, runner_name: str) -> None:
         super().__init__(ctx.manifest, kind, Held, lease_seconds=LEASE_SECONDS)
         self._ctx = ctx
-        self._wish = wish or ctx.runners.usual
-        self._runner_for = one.chooser(ctx, self._wish)
+        self._runner_name = runner_name or ctx.runners.usual
+        self._runner_for = one.chooser(ctx, self._runner_name)
 
     # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def draft(self) -> None:
@@ -136,28 +128,28 @@ class _Run(BatchRun[Held]):
         else:
             held.segments, held.more = select_segments(ctx, db_id, frames_max=self._frames_max)
         if not held.segments:
-            self._end(held, Done({"slots": 0, **waiting_for_readers(ctx, db_id)}))
+            self._end(held, Completed({"slots": 0, **waiting_for_readers(ctx, db_id)}))
             return
         with ctx.manifest.read() as txn:
             held.inputs = inputs_of(txn, db_id, held.segments, shape_of(txn, db_id, ctx.objects_url))
 
     def _frames_max(self, waiting_bytes: int) -> int:
         """Of one database's plan. The runner is chosen only when all are known: a large one is planned for Spark."""
-        is_large = self._wish == "spark" or (self._wish == "auto" and waiting_bytes >= AUTO_BYTES)
+        is_large = self._runner_name == "spark" or (self._runner_name == "auto" and waiting_bytes >= AUTO_BYTES)
         return limits.SPARK_FRAMES_MAX if is_large else limits.PLAN_FRAMES_MAX
 
     def count(self, progress: Progress) -> None:
-        """Count what changed, in one action (rule 1), and make the plans."""
+        """Count what changed, in one action, and make the plans."""
         waiting = [held for held in self.held.values() if held.segments]
         if not waiting:
             return
         runner = self._runner_for(sum(row.used_bytes for held in waiting for _, row in held.segments))
-        inputs = one.reachable(self._ctx, runner, [each for held in waiting for each in held.inputs])
+        inputs = one.reachable(self._ctx, runner, [segment for held in waiting for segment in held.inputs])
         for held in waiting:
             held.inputs = []
-        for each in inputs:
-            self.held[each.db_id].inputs.append(each)
-        counter = one.counter_for(self._ctx, runner, (each for held in waiting for each in held.segments))
+        for segment in inputs:
+            self.held[segment.db_id].inputs.append(segment)
+        counter = one.counter_for(self._ctx, runner, (segment for held in waiting for segment in held.segments))
         answers = counter.regroup(split_pages, inputs, join_pages, tick=lambda *_: progress(0, 0))
         for answer in answers:
             held_or_none = self.held.get(answer.key[0])
@@ -182,7 +174,7 @@ class _Run(BatchRun[Held]):
             shape = shape_of(txn, held.db_id, self._ctx.objects_url, held.stored)
             plan = plan_merge(txn, held.db_id, shape, **one.merge_rule(held.job))
         if plan is None and held.stored is None:
-            self._end(held, Done({"slots": 0}))
+            self._end(held, Completed({"slots": 0}))
         else:
             self._settle(held, plan)
 
@@ -208,13 +200,13 @@ class _Run(BatchRun[Held]):
         hit("jobs.checkpoint.planned")
 
     def write(self, progress: Progress) -> None:
-        """Write the objects of all plans, in one action (rule 1)."""
+        """Write the objects of all plans, in one action."""
         plans = [held.plan for held in self.held.values() if held.plan is not None]
         tasks = {(plan.db_id, task.key.id): task for plan in plans for task in plan.tasks}
         if not tasks:
             return
         runner: Runner = self._runner_for(sum(plan.read_bytes for plan in plans))
-        inputs = [each for plan in plans for each in plan.inputs]
+        inputs = [segment for plan in plans for segment in plan.inputs]
         self._ctx.before_put()  # tasks on executors cannot ask
         for answer in runner.regroup(split_rows, inputs, join_slot, tasks, tick=progress):
             held = self.held.get(answer.key[0])
@@ -245,7 +237,7 @@ class _Run(BatchRun[Held]):
         try:
             results = [held.results[task.key.id] for task in held.plan.tasks]
             done = one.publish(self._ctx, held.job, held.plan, results)
-            assert isinstance(done, Done)
+            assert isinstance(done, Completed)
         except QuireError as error:
             self.fail(held, error)
             return None
@@ -260,10 +252,10 @@ class _Run(BatchRun[Held]):
         self.let_go(held, lambda job: self._ctx.manifest.jobs.defer(job, until))
 
     def _start_over(self, held: Held) -> None:
-        """Abandon a stored plan that comes out differently and put its job back for the next run (rule 3)."""
+        """Abandon a stored plan that comes out differently and put its job back for the next run."""
         assert held.stored is not None
         one.abandon(self._ctx, held.job, held.stored[0])
         self._put_off(held, 0)
 
-    def _end(self, held: Held, done: Done) -> None:
+    def _end(self, held: Held, done: Completed) -> None:
         self.let_go(held, lambda job: self._ctx.manifest.jobs.complete(job, done.result))

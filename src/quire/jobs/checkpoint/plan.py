@@ -3,48 +3,30 @@
 Terms
   candidates   the contiguous run of indexed segments after `checkpointed_lsn` whose last lsn is at or below the floor (P9)
   covered      the last lsn of the last candidate: what the new artifacts hold everything up to
-  dirty        slot → how many of its pages changed, in how many segments; counted before a plan is made (`read.py`)
+  dirty        slot → how many of its pages changed, in how many segments; counted before a plan is made
 
-  - A floor that was given out never falls again: no reader is let in below it, so the plan stays right while it runs.
-  - A slot is rewritten if it has no base, if more than a quarter of it is dirty, or if its chain is long or heavy; else it
-    gets a delta. Slots beyond the size at `covered` are cleared (P15).
-  - The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
-    covers the segments (which never change), what becomes of each slot, and the chain it had; another answer to any of them
-    is another plan. No row of the page index is needed for it: those never come to where plans are made (K2).
-  - A plan is bounded, whatever waits: `PLAN_FRAMES_MAX` frames of WAL (one segment at least), or `MERGE_SLOTS_MAX` slots to
-    merge, the longest chains first. What is left is the next job's. Only the newest version of a page is written, so a page
-    that was written a million times costs its index entries, and one image.
+The floor is asked for after the job's lease was taken, and one that was given out never falls again: no reader is let in
+below it, so the plan stays right while it runs (M10). A slot is rewritten if it has no base, if more than a quarter of it is
+dirty, or if its chain is long or heavy; else it gets a delta. Slots beyond the size at `covered` are cleared (P15).
 
-The window of time travel: what a checkpoint is about to pass is kept first, as an anonymous, expiring snapshot (P14).
+The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
+covers the segments (which never change), what becomes of each slot, and the chain it had. Rows of the page index never come
+to where plans are made (K2). A plan is bounded, whatever waits; what is left is the next job's.
 
-Terms
-  window   `maintenance.time_travel_seconds`: how far back every version can be opened
-  kept     such a snapshot: the leaves of before the checkpoint, and every segment from the last absorbed one up to its anchor
+Time travel (P14): with a window (`maintenance.time_travel_seconds`) what a checkpoint is about to pass is kept first, as an
+anonymous snapshot: the leaves of before the checkpoint, and every segment from the last absorbed one up to its anchor, the
+newest version that is sealed and indexed. It is kept before the plan is stored, so no checkpoint is published without it; a
+repeated attempt finds it by its anchor. The segment that the last checkpoint ended in is pinned too, because only that knows
+its size and time. It expires a window after the commit that it is anchored at.
 
-  - It is kept before the plan is stored, so no checkpoint is published without it, whatever crashes in between. Whoever comes
-    again finds it by its anchor and makes no second one.
-  - Its anchor is the newest version that is sealed and indexed, at or above everything the checkpoint will cover. It answers
-    for all versions since the last checkpoint, the one that checkpoint ended at included: the segment that it ended in is
-    pinned too, because only that knows its size and time (the truncate job leaves it there for this).
-  - It expires a window after the commit that it is anchored at: by then each version before that was replaced a window ago.
-    One that has expired already is not made at all. Retention drops it, by its time alone.
-  - A reader that stays holds the floor, and with it every checkpoint. When half of the WAL budget is used, its version is set
-    aside in the same way, whatever the window is: the snapshot answers for every version from the last checkpoint to its
-    anchor, and from its commit on readers of those versions hold no floor (`pages/readers.py`, rule 4). So no version is
-    without one of the two. It lives as long as such a reader: each round of upkeep extends it, or drops it if nobody is left;
-    after a crash it expires by itself.
+A reader that stays holds the floor, and with it every checkpoint. When half of the WAL budget is used, its version is set
+aside in the same way: from the snapshot's commit on, readers of the versions that it answers for hold no floor
+(`pages/readers.py`). It lives as long as such a reader: each round of maintenance extends it, or drops it if nobody is left;
+after a crash it expires by itself.
 
 Threads: any. Raises what publishing a snapshot raises: `StalePlan`, `ArtifactGone` and `UnknownArtifact` say that a newer
-attempt has overtaken this one.
-
-Which segments a checkpoint absorbs now, and who keeps it from absorbing more.
-
-  - The floor is asked for after the job's lease was taken: it does not fall while the checkpoint works with it (M10).
-  - With a window of time travel everything up to the floor is sealed and kept before a plan is made: nobody gets a lease below
-    a floor that was given out, and from then on the kept snapshot answers for those versions (P14). What is sealed is kept
-    before the floor is asked for, so that only what was committed at that very moment has to be asked for twice.
-
-The page-versions document calls this `CheckpointPlanner::select_mvcc_segments`; so is its span called.
+attempt has overtaken this one. The page-versions document calls choosing segments `CheckpointPlanner::select_mvcc_segments`;
+so is its span called.
 """
 
 from __future__ import annotations
@@ -145,7 +127,7 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PlanSettings:
     """What a plan needs to know of the database."""
 
     page_size: int
@@ -177,7 +159,7 @@ class Slots:
         return {number: self.leaves.get(number, LeafRef(0, 0)) for number in numbers}
 
 
-def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, PlanRecord] | None = None) -> Shape:
+def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, PlanRecord] | None = None) -> PlanSettings:
     """The fixed numbers of a database, and of its next plan or the `stored` one: its generation, and where it writes."""
     record = txn.database(db_id)
     if record is None:
@@ -193,7 +175,7 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
     else:
         generation, namespace_id = stored[0], stored[1].namespace_id
     url, prefix = space_of(txn, namespace_id, objects_url)
-    return Shape(page_size, per_chunk, generation, objects_url, record.compression, namespace_id, url, prefix)
+    return PlanSettings(page_size, per_chunk, generation, objects_url, record.compression, namespace_id, url, prefix)
 
 
 def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalRecord]]:
@@ -213,15 +195,17 @@ def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalR
 def first_step(segments: Sequence[tuple[int, WalRecord]], frames_max: int) -> list[tuple[int, WalRecord]]:
     """As many of the candidates, from the first, as one plan takes."""
     taken, frames = list(segments[:1]), 0
-    for (_, before), each in pairwise(segments):
+    for (_, before), segment in pairwise(segments):
         frames += before.last_lsn - before.first_lsn + 1
-        if frames + each[1].last_lsn - each[1].first_lsn + 1 > frames_max:
+        if frames + segment[1].last_lsn - segment[1].first_lsn + 1 > frames_max:
             break
-        taken.append(each)
+        taken.append(segment)
     return taken
 
 
-def inputs_of(txn: ReadTxn, db_id: int, segments: Sequence[tuple[int, WalRecord]], shape: Shape) -> list[SegmentInput]:
+def inputs_of(
+    txn: ReadTxn, db_id: int, segments: Sequence[tuple[int, WalRecord]], shape: PlanSettings
+) -> list[SegmentInput]:
     """What is to be read of these segments, and from where."""
     covered, size_pages = _end_of(segments)
     return [
@@ -247,7 +231,7 @@ def plan_checkpoint(
     txn: ReadTxn,
     db_id: int,
     segments: Sequence[tuple[int, WalRecord]],
-    shape: Shape,
+    shape: PlanSettings,
     dirty: Mapping[int, Dirty],
 ) -> CheckpointPlan:
     """The plan that absorbs these segments, whole transactions up to the end of the last."""
@@ -285,7 +269,7 @@ def _task(
     covered: int,
     size_pages: int,
     first_lsn: int,
-    shape: Shape,
+    shape: PlanSettings,
 ) -> SlotTask:
     places = tuple(chunk_place(txn, link.artifact(slot), shape.objects_url) for link in chain)
     pages_below = min(shape.pages_per_chunk, size_pages - slot * shape.pages_per_chunk)
@@ -338,7 +322,7 @@ def _slots(txn: ReadTxn, db_id: int) -> Slots:
 
 def _digest(
     db_id: int,
-    shape: Shape,
+    shape: PlanSettings,
     covered: int,
     size_pages: int,
     segments: Sequence[tuple[int, WalRecord]],
@@ -362,7 +346,7 @@ def _digest(
 
 
 def plan_merge(
-    txn: ReadTxn, db_id: int, shape: Shape, *, chain_min: int = MERGE_ALL, ratio: float = 0.0
+    txn: ReadTxn, db_id: int, shape: PlanSettings, *, chain_min: int = MERGE_ALL, ratio: float = 0.0
 ) -> CheckpointPlan | None:
     """Rewrite the slots whose chains are at least so long or, for their base, so heavy; `None` if there is none."""
     wal = txn.wal_state(db_id)
@@ -373,7 +357,7 @@ def plan_merge(
     for slot, chain in held.chains.items():
         if len(chain) >= MERGE_ALL:
             places = tuple(chunk_place(txn, link.artifact(slot), shape.objects_url) for link in chain)
-            base, *deltas = (each.size_bytes for each in places)
+            base, *deltas = (place.size_bytes for place in places)
             if is_long(len(chain), base, sum(deltas), chain_min=chain_min, ratio=ratio):
                 due.append((slot, chain, places))
     if not due:
@@ -398,7 +382,7 @@ def plan_merge(
     )
 
 
-def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, ...], shape: Shape) -> SlotTask:
+def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, ...], shape: PlanSettings) -> SlotTask:
     key = ArtifactKey(db_id, ArtifactKind.BASE, slot, shape.generation)
     return SlotTask(
         key=key,
@@ -445,7 +429,9 @@ def review_set_aside(ctx: JobContext) -> int:
     if ctx.pages is None:
         return 0
     with ctx.manifest.read() as txn:
-        kept = [(db_id, *each) for db_id in txn.owners(t.SNAPSHOT_INDEX) for each in reader_snapshots(txn, db_id)]
+        kept = [
+            (db_id, *snapshot) for db_id in txn.owners(t.SNAPSHOT_INDEX) for snapshot in reader_snapshots(txn, db_id)
+        ]
     dropped, now = 0, ctx.clock.now_ms()
     for db_id, snapshot_id, row in kept:
         if any(is_kept(lease.lsn, [kept_range(row)]) for lease in ctx.pages.readers(db_id)):
@@ -501,15 +487,15 @@ def select_segments(
     with span(SPAN, db_id=db_id) as trace:
         floor = pages.floor(db_id)
         with ctx.manifest.read() as txn:
-            found = candidates(txn, db_id, floor)
+            absorbable = candidates(txn, db_id, floor)
             indexed = [row.last_lsn for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
-        waiting = len(indexed) - len(found)
+        waiting = len(indexed) - len(absorbable)
         if waiting and pages.quota.is_half_full(db_id) and set_readers_aside(ctx, db_id, floor):
             floor = pages.floor(db_id)
             with ctx.manifest.read() as txn:
-                found = candidates(txn, db_id, floor)
-            waiting = len(indexed) - len(found)
-        chosen = first_step(found, frames_max(sum(row.used_bytes for _, row in found))) if found else []
+                absorbable = candidates(txn, db_id, floor)
+            waiting = len(indexed) - len(absorbable)
+        chosen = first_step(absorbable, frames_max(sum(row.used_bytes for _, row in absorbable))) if absorbable else []
         trace.set(
             floor_lsn=floor,
             segments=[segment_id for segment_id, _ in chosen],
@@ -521,7 +507,7 @@ def select_segments(
             with suppress(StoreUnusable):  # a database that takes no more writes has nothing more to seal
                 pages.flush(db_id)
         keep_versions(ctx, db_id)
-    return chosen, len(chosen) < len(found)
+    return chosen, len(chosen) < len(absorbable)
 
 
 def blocking_readers(pages: PagesOfStore, db_id: int) -> list[Lease]:

@@ -1,44 +1,20 @@
 """Writing one slot's new chunk or delta: reads frames and, for a rewrite, the old chain; writes one object.
 
 Terms
-  part    what one segment has for one slot: the newest frame in it of each page (`read.py`)
-
-  - A task says everything; no manifest is asked. Its object's name follows from it, and only it: a repeated task, or two at
-    once, write the same artifact, and the second adopts what the first put (P11).
-  - So a slot is written only from all of its parts: with one of them missing an older version of a page would get a name that
-    the next attempt believes in. The plan says how many parts and pages there are.
-  - Page bodies are read once and written once (K2), a window of pages at a time (`bodies.py`).
-  - Memory is one chunk's compressed bytes (twice while it is put together: at most 128 MiB), one window, the rows of the
-    slot's changed pages (24 bytes each), and for a rewrite one open reader per chunk of the chain.
-
-Safe to run on an executor.
-
-The page images of a slot, many at a time: changed pages from frames of the WAL, the others from the chain.
-
-Terms
+  part     what one segment has for one slot: the newest frame in it of each page
   window   as many pages of a slot, in rising order, as fit `WINDOW_BYTES`: their offsets, and one buffer with their images
 
-  - Images are moved by numpy, a window at a time; what is done for each page in Python is its checksum. A loop by hand does no
-    less, and a checkpoint must not be slower than one.
-  - Every frame is verified with its segment's salt before its page goes anywhere; pages of chunks as `ChunkReader` does it.
-  - Page bodies are read once, but for the one frame of a chunk that lies across the end of a window.
-  - Memory is one window, used again for the next, and one run of frames (`RUN_BYTES`): both stay in the processor's cache.
+A task says everything; no manifest is asked. Its object's name follows from it, and only it: a repeated task, or two at once,
+write the same artifact, and the second adopts what the first put (P11). So a slot is written only from all of its parts: with
+one of them missing an older version of a page would get a name that the next attempt believes in.
+
+Page bodies are read once and written once (K2), a window at a time, moved by numpy; what is done for each page in Python is
+its checksum. Every frame is verified with its segment's salt, pages of chunks as `ChunkReader` does it. Memory is one chunk's
+compressed bytes (twice while it is put together: at most 128 MiB), one window and one run of frames (both stay in the
+processor's cache), and for a rewrite one open reader per chunk of the chain. Rows are 8 bytes for each page of a part: a slot
+that was written in a thousand segments takes 32 MiB.
 
 Safe to run on an executor. Raises `Corruption`, `ChecksumMismatch`, and what reading raises.
-
-Reading the index regions of WAL segments: what each has for which slot (K2). No page body is looked at.
-
-Terms
-  input   a segment that a plan absorbs, and up to where
-  part    what a segment has for one slot: the newest frame in it of each page that changed
-  dirty   how many pages of a slot changed, and how many segments have a part of it
-
-  - Both passes read the same regions: the first counts, so that the plan can decide between a base and a delta and be stored
-    (P10); the second brings the parts of a slot to who writes it.
-  - A part has 8 bytes for each page: a frame's lsn follows from its number, so a slot that was written in a thousand segments
-    takes 32 MiB at most.
-
-Safe to run on an executor. Raises `Corruption`.
 """
 
 from __future__ import annotations
@@ -112,13 +88,13 @@ class SlotResult:
     bitmap_hash: int
 
 
-def join_slot(key: Key, task: SlotTask | None, parts: list[Part], tools: Tools) -> SlotResult:
+def join_slot(key: Key, task: SlotTask | None, parts: list[SegmentPart], tools: Tools) -> SlotResult:
     """Write the object of a slot from everything that segments have for it; durable on return."""
     assert task is not None, "slots are written by a plan"
     frames = newest_frames(parts, task.covered_lsn)
-    if (len(frames), len(parts)) != (task.dirty, task.parts):  # rule 2
-        found = {"pages": len(frames), "parts": len(parts), "planned": (task.dirty, task.parts)}
-        raise InternalError("a slot has other changes than its plan says", hint="run the job again", slot=key, **found)
+    if (len(frames), len(parts)) != (task.dirty, task.parts):  # an older version would get a trusted name
+        counts = {"pages": len(frames), "parts": len(parts), "planned": (task.dirty, task.parts)}
+        raise InternalError("a slot has other changes than its plan says", hint="run the job again", slot=key, **counts)
     places = {(part.place.origin_db_id, part.place.segment_id): part.place for part in parts}
     return write_slot(task, frames, places, sources=tools.sources, open_store=tools.open_store)
 
@@ -150,7 +126,7 @@ def write_slot(
     info = writer.finish()
     hit("jobs.checkpoint.encoded")
     body = b"".join(parts)
-    parts.clear()  # rule 4: the second copy goes before the slow part begins
+    parts.clear()  # the second copy goes before the slow part begins
     # Not hashed once more before it is put: the writer has hashed these very bytes, and every part has a checksum of its own.
     put = open_store(task.url).put(task.object_key, body, create_only=True, identity=adopts(identity))
     hit("jobs.checkpoint.stored")
@@ -225,13 +201,13 @@ def _owned(
     check_chain(chain)
     taken = BitMap(packed(fresh))
     taken.add_range(pages_below, chain[0].identity.pages_per_chunk)
-    found = []
+    owned = []
     for chunk in reversed(chain):
         pages = BitMap(chunk.pages) - taken
         if pages:
-            found.append((chunk, np.array(pages.to_array(), np.uint32)))
+            owned.append((chunk, np.array(pages.to_array(), np.uint32)))
             taken |= pages
-    return found
+    return owned
 
 
 def _copy_chunk(chunk: ChunkReader, pages: NDArray[np.uint32], here: NDArray[np.uint32], images: Images) -> None:
@@ -284,12 +260,12 @@ def _copy_run(segment: SegmentFile, first: int, rows: NDArray[np.intp], images: 
         bodies = range(FRAME_HEAD_BYTES, len(data), stride)
         size = stride - FRAME_HEAD_BYTES
         if is_zero.any():
-            found = [seed if zero else crc64(view[at : at + size], seed)
+            checksums = [seed if zero else crc64(view[at : at + size], seed)
                      for at, seed, zero in zip(bodies, seeds, is_zero.tolist())]  # fmt: skip
         else:
-            found = [crc64(view[at : at + size], seed) for at, seed in zip(bodies, seeds)]
+            checksums = [crc64(view[at : at + size], seed) for at, seed in zip(bodies, seeds)]
         lsns = numbers + np.uint64(header.first_lsn)
-        if heads["crc64"].tolist() == found and np.array_equal(heads["lsn"], lsns):
+        if heads["crc64"].tolist() == checksums and np.array_equal(heads["lsn"], lsns):
             images[rows] = np.ndarray((count, size), np.uint8, data, FRAME_HEAD_BYTES, strides=(stride, 1))
             images[rows[is_zero]] = 0
             return
@@ -321,7 +297,7 @@ class SegmentInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SegmentPart:
     """What one segment has for one slot."""
 
     place: SegmentPlace
@@ -338,12 +314,12 @@ class Dirty:
     parts: int
 
 
-def split_rows(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, Part]]:
+def split_rows(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, SegmentPart]]:
     """The parts of a segment, slot by slot."""
     for slot, newest, first_lsn in _by_slot(given, tools):
         rows = np.zeros(len(newest), PART_DTYPE)
         rows["page"], rows["frame_no"] = newest["page"], newest["lsn"] - np.uint64(first_lsn)
-        yield (given.db_id, slot), Part(given.place, first_lsn, rows)
+        yield (given.db_id, slot), SegmentPart(given.place, first_lsn, rows)
 
 
 def split_pages(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, bytes]]:
@@ -359,10 +335,10 @@ def packed(pages: NDArray[np.uint32]) -> array[int]:
 
 def join_pages(_key: Key, _task: None, bitmaps: list[bytes], _tools: Tools) -> Dirty:
     """Count the pages of a slot, each once."""
-    return Dirty(len(BitMap.union(*(BitMap.deserialize(each) for each in bitmaps))), len(bitmaps))
+    return Dirty(len(BitMap.union(*(BitMap.deserialize(bitmap) for bitmap in bitmaps))), len(bitmaps))
 
 
-def newest_frames(parts: list[Part], covered_lsn: int) -> NDArray[np.void]:
+def newest_frames(parts: list[SegmentPart], covered_lsn: int) -> NDArray[np.void]:
     """The newest version of each page of a slot, by page."""
     frames = np.zeros(sum(len(part.rows) for part in parts), FRAME_DTYPE)
     start = 0

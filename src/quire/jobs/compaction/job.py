@@ -1,24 +1,14 @@
 """The compaction job of a key-value database: everything into one level (`{"major": True}`), or what is due.
 
-  - A major compaction is planned here, run by threads or Spark (`runner`), and published here with one event of the database's
-    manifest. Writes, flushes and reads go on meanwhile; no other compaction of the database begins.
-  - Jobs that are not major are those of the engine's background (`lsm/compaction_jobs.py`): the worker meets one only if
-    its process died, or gave up. Then what is due by now is merged, which may be nothing.
-  - The database's manifest is the truth: a job that is repeated after its event was written finds nothing to do.
+A major compaction is cut into ranges of keys of about `TASK_BYTES`, run by threads or Spark (`runner`), and published with
+one event of the database's manifest after all of its tasks. Writes, flushes and reads go on meanwhile; no other compaction of
+the database begins. Ids for what the tasks write are reserved before the first of them leaves (`lsm/remote_compaction.py`).
+Before the event there are files that nothing names; after it a repeated job finds nothing to do.
 
-    before the event: files that nobody names · after it: the new tables are the database · the job's row follows
+Jobs that are not major are those of the engine's background (`lsm/compaction_jobs.py`): a worker gets one only if its process
+died, or gave up. Then what is due by now is merged, which may be nothing.
 
 Raises what opening the database and reading and writing tables raise, `InvalidConfig` if executors do not see the store.
-
-What a compaction has to merge, and in how many pieces.
-
-  - A major compaction is cut into ranges of keys of about `TASK_BYTES`, but at least one for each worker as long as that
-    is worth a task.
-  - Ids for what the tasks write are reserved before the first of them leaves (`quire.lsm.remote_compaction`).
-
-Pure. Raises nothing.
-
-A compaction that was done elsewhere becomes the database's: one event in its own manifest, after all of its tasks.
 """
 
 from __future__ import annotations
@@ -31,8 +21,8 @@ from quire.core.limits import MIB
 from quire.durable.failpoints import hit
 from quire.jobs.compaction.run import merge_range
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, options
-from quire.jobs.runner import Answer, Runner
+from quire.jobs.handler import Completed, Outcome, Progress, options
+from quire.jobs.runner import Runner, TaskResult
 from quire.lsm.kv import Kv
 from quire.lsm.remote_compaction import MajorCompaction, plan_major
 from quire.manifest.jobqueue import Job
@@ -47,7 +37,7 @@ def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     assert ctx.kv is not None, "a worker of a store has the key-value engine"
     kv = ctx.kv().open(job.db_id)
     if not given["major"]:
-        return Done(_merge_due(kv, progress))
+        return Completed(_merge_due(kv, progress))
     kv.flush()
     before = kv.stats()
     runner = ctx.choose_runner(given["runner"], before.table_bytes, label="quire-compact")
@@ -57,7 +47,7 @@ def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         tasks = len(plan.tasks)
         tables = publish(plan, runner.map(merge_range, plan.tasks, tick=progress)) if tasks else before.tables
     after = kv.stats()
-    return Done(
+    return Completed(
         {
             "tasks": tasks,
             "tables": tables,
@@ -106,7 +96,7 @@ def tasks_for(size_bytes: int, workers: int) -> int:
 
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def publish(plan: MajorCompaction, answers: Iterable[Answer[int, tuple[int, ...]]]) -> int:
+def publish(plan: MajorCompaction, answers: Iterable[TaskResult[int, tuple[int, ...]]]) -> int:
     """Wait for every answer, then have the new tables live and the old ones not; how many new ones.
 
     The first task that failed fails all of it, and nothing has changed.

@@ -1,10 +1,4 @@
-"""Merging a range of keys: what an executor does in a compaction.
-
-Everything is in `quire.lsm.remote_compaction`: immutable tables are read, new ones written under ids that only this task
-has, each named when it is whole. A task that is repeated, or run twice at a time, writes the same tables once more.
-
-Safe to run on an executor that sees the store's directory. Raises what reading and writing tables raise.
-"""
+"""Merging a range of keys on an executor that sees the store's directory: all of it is in `quire.lsm.remote_compaction`."""
 
 from __future__ import annotations
 

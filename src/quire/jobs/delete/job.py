@@ -1,8 +1,12 @@
-"""The delete job: plan → run → publish, step by step, until nothing of its database is at zero (M8).
+"""The delete job: plans, deletes and publishes, step by step, until nothing of its database is at zero (M8).
 
-  - Bytes go before their row: as long as the row is there, and at zero, somebody will look for them again.
-  - What cannot be deleted now keeps nothing else from being deleted; the attempt fails at its end, and the job, which is never
-    given up, waits and tries again.
+A deletion is an intent in the manifest (zero) before a byte goes, and bytes go before their row. They go no sooner than the
+grace after zero, by the owner's clock, and not before their row's `purge_after_ms`; what a lent version may need stays for as
+long as it is lent (`manifest/leases.py`). Leaves have no bytes and go at once. Steps are bounded: others write between two
+commits.
+
+An artifact goes only if its row in `gc_zero`, its counts and its catalog row are intact and agree. What cannot be deleted now
+keeps nothing else from being deleted; the attempt fails at its end, and the job, which is never given up, tries again.
 
 What is there after each durable step, and what a crash behind it leads to:
   remove files, sync    rows at zero; objects                  planned again; files that are gone are a success
@@ -10,21 +14,8 @@ What is there after each durable step, and what a crash behind it leads to:
   publish               no rows                                the next step, or the next attempt, finds others
   complete              no row at zero, the gate is open       for a dropped database its tombstone goes in the same transaction
 
-A dropped database's directories go before its tombstone, with files of ours that no row names (`jobs/leftovers.py`); what a
-person has put there stays.
-
-What a database's delete job has to do now: artifacts at zero, leaves at zero, the rest of a dropped database (M8).
-
-  - Work is what the manifest says is at zero: a deletion is an intent there before a byte goes.
-  - Bytes go no sooner than the grace after zero, by the owner's clock, and not before their row's `purge_after_ms`: readers
-    that found the name a moment ago finish. Leaves have no bytes and go at once. What a lent version may need stays for as
-    long as it is lent (`manifest/leases.py`).
-  - Steps are bounded: a job over a million artifacts is many small commits, between which others write.
-  - The tombstone of a dropped database goes when nothing of it is left, and no other job of it is outstanding.
-  - Nothing is deleted by a damaged row: an artifact goes only if its row in `gc_zero`, its counts and its catalog row are
-    intact and agree. The others go; then the job fails with what it met.
-
-What a step of a delete job tells the manifest, once the bytes are gone.
+The tombstone of a dropped database goes when nothing of it is left, and no other job of it is outstanding; its directories go
+before, with files of ours that no row names (`jobs/leftovers.py`).
 """
 
 from __future__ import annotations
@@ -41,9 +32,9 @@ from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.delete.run import DeleteTask, delete
-from quire.jobs.handler import Done, Later, Outcome, Progress, commit_step
+from quire.jobs.handler import Completed, Deferred, Outcome, Progress, commit_step
 from quire.jobs.leftovers import remove_empty, remove_home
-from quire.jobs.locations import Place, Trouble
+from quire.jobs.locations import ArtifactLocation, AttemptFailures
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.leases import leases_of
@@ -68,7 +59,7 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Delete what is at zero, and the tombstone of a dropped database when nothing is left of it."""
     manifest, db_id = ctx.manifest, job.db_id
     artifacts = freed = 0
-    trouble = Trouble()
+    trouble = AttemptFailures()
     while True:
         progress(artifacts, 0)
         with manifest.read() as txn:
@@ -78,11 +69,11 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         if plan.empty:
             trouble.settle()
             if plan.due_at_ms:
-                return Later(plan.due_at_ms)
+                return Deferred(plan.due_at_ms)
             if bare and busy:
-                return Later(ctx.clock.now_ms() + OTHER_JOBS_MS)
+                return Deferred(ctx.clock.now_ms() + OTHER_JOBS_MS)
             result = {"artifacts": artifacts, "freed_bytes": freed}
-            return _end_of(ctx, db_id, result) if bare else Done(result)
+            return _end_of(ctx, db_id, result) if bare else Completed(result)
         hit("jobs.delete.planned")
         done = delete(plan.task, disk=ctx.disk, collector=ctx.collector)
         for place, error in done.failed:
@@ -94,13 +85,13 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         freed += done.freed_bytes
 
 
-def _end_of(ctx: JobContext, db_id: int, result: dict[str, int]) -> Done:
+def _end_of(ctx: JobContext, db_id: int, result: dict[str, int]) -> Completed:
     """Nothing is left of a dropped database: its directories go, then its tombstone, which may have held a namespace."""
     remove_home(ctx.disk, ctx.root, db_id)
     for part in (names.stream_dir(db_id, "hot"), names.lsm_dir(db_id, "wal")):
         remove_empty(os.path.join(ctx.root, os.path.dirname(part)), ctx.disk)
     hit("jobs.delete.emptied")
-    return Done(result, after=(RemoveDb(db_id), *ctx.manifest.jobs.deletions({NAMESPACES})))
+    return Completed(result, after=(RemoveDb(db_id), *ctx.manifest.jobs.deletions({NAMESPACES})))
 
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,12 +125,12 @@ class DeletePlan:
         return not any((self.leaves, self.task.places, self.rowless, self.orphans, self.stale_pages, self.plans))
 
 
-def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -> DeletePlan:
+def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFailures) -> DeletePlan:
     """The next step for a database (0: for the namespaces), less what this attempt has found that it cannot delete."""
-    txn.check_sound(db_id)  # rule 5: what its rows say is wrong somewhere
+    txn.check_sound(db_id)  # what its rows say is wrong somewhere
     now, grace = ctx.clock.now_ms(), int(ctx.settings.delete_grace_seconds * 1000)
     leaves: list[ArtifactKey] = []
-    places: list[Place] = []
+    places: list[ArtifactLocation] = []
     rowless: list[ArtifactKey] = []
     due_at = 0
     damaged: ManifestDamaged | None = None
@@ -265,7 +256,7 @@ def next_origins(txn: ReadTxn, plan: DeletePlan, db_id: int) -> set[int]:
     for leaf in plan.leaves:
         row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)
         if row is not None:
-            origins.update(each.origin_db_id for each in _held(row.entries, leaf))
+            origins.update(artifact.origin_db_id for artifact in _held(row.entries, leaf))
     return origins
 
 

@@ -1,12 +1,8 @@
 """Deleting bytes: files of the store and objects, by what their rows said of them.
 
-Rules
-  1. Everything may be repeated: what is gone already is a success.
-  2. The name of a removed file is made durable before the result says that it is gone: else it could come back after its row
-     has left the manifest, and nobody would ever look for it again.
-  3. Objects go by what the row says: where it promises one, and where an upload has announced one. Files go in any case: a move
-     that was given up may have left one that the row does not promise.
-  4. What cannot be removed keeps nothing else from being removed.
+What is gone already is a success, and what cannot be removed keeps nothing else from being removed. Objects go where a row
+promises one, and where an upload has announced one. Files go in any case: a move that was given up may have left one that the
+row does not promise.
 
 Runs in the owner: objects are deleted by its collector alone (A3).
 """
@@ -20,7 +16,7 @@ from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.jobs.copies import remove_files
-from quire.jobs.locations import Place
+from quire.jobs.locations import ArtifactLocation
 from quire.objects.collector import Collector
 
 
@@ -28,7 +24,7 @@ from quire.objects.collector import Collector
 class DeleteTask:
     """Artifacts whose bytes are to go."""
 
-    places: tuple[Place, ...]
+    places: tuple[ArtifactLocation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +33,19 @@ class Deleted:
 
     gone: tuple[ArtifactKey, ...]
     freed_bytes: int
-    failed: tuple[tuple[Place, QuireError], ...] = ()
+    failed: tuple[tuple[ArtifactLocation, QuireError], ...] = ()
 
 
 def delete(task: DeleteTask, *, disk: Disk, collector: Collector) -> Deleted:
-    """Remove the bytes of every place of the task; those of `gone` are, on return (rule 2)."""
+    """Remove the bytes of every place of the task; those of `gone` are, on return."""
     failed: dict[ArtifactKey, QuireError] = {}
+    # A name that came back after a crash, when its row has left the manifest, would never be looked for again: it is synced.
     faults = remove_files((path for place in task.places for path in (place.local, place.staged)), disk)
     for place in task.places:
         if (fault := faults.get(place.local) or faults.get(place.staged)) is not None:
             failed[place.key] = fault
     hit("jobs.delete.files_gone")
-    by_url: dict[str, list[Place]] = {}
+    by_url: dict[str, list[ArtifactLocation]] = {}
     for place in task.places:
         if place.may_have_remote:
             by_url.setdefault(place.url, []).append(place)

@@ -1,15 +1,8 @@
-"""The restore job: a snapshot of a page database becomes a file, in parallel.
+"""The restore job: a snapshot of a page database becomes a file, in parallel; of a SQLite database, one that SQLite opens.
 
-  - An existing file is not replaced unless that was asked for: then the job has failed for good, waiting does not help. Only a
-    later attempt, which may find what an earlier one has made, looks whether it is the same (`export.py`).
-  - What is there after a crash is `<file>.tmp`, whole or in part, which the next attempt writes anew, or the file.
-
-Restoring a snapshot to a file, in parallel: for a SQLite database, the file is one that SQLite opens.
-
-  - The file gets its name when it is whole and synced; until then it is `<file>.tmp`, which the next restore overwrites.
-  - An existing file is not replaced unless that was asked for. A repeated attempt may find the file of an earlier one, which
-    died before it could say so: it is adopted if it is the same, byte for byte.
-  - Parts are slots: each chunk is read by one task.
+The file gets its name when it is whole and synced; until then it is `<file>.tmp`, which the next attempt overwrites. An
+existing file is not replaced unless that was asked for. A repeated attempt may find the file of an earlier one, which died
+before it could say so: it is adopted if it is the same, byte for byte. Tasks are slots: each chunk is read by one.
 
 Threads: any. Raises `AlreadyExists`, and what reading the snapshot raises.
 """
@@ -24,7 +17,7 @@ from quire.core.limits import CHUNK_BYTES, MIB
 from quire.durable.files import Disk
 from quire.durable.names import TEMPORARY
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.restore.run import RestoreTask, write_pages
 from quire.jobs.runner import Runner, Tick, no_tick
 from quire.manifest.jobqueue import Job
@@ -43,9 +36,9 @@ def restore_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     runner = ctx.choose_runner(given["runner"], size, label="quire-restore")
     how = {"replace": given["replace"], "adopt": job.record.attempt > 1}
     try:
-        return Done(restore(view, given["path"], runner, ctx.disk, **how, tick=progress))
+        return Completed(restore(view, given["path"], runner, ctx.disk, **how, tick=progress))
     except AlreadyExists as error:
-        raise InvalidInput(error.what, hint=error.hint, path=given["path"]) from error  # rule 1
+        raise InvalidInput(error.what, hint=error.hint, path=given["path"]) from error  # waiting does not help
 
 
 # ── writing the file ──────────────────────────────────────────────────────────────────────────────────────────────────

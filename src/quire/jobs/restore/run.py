@@ -1,10 +1,7 @@
-"""Writing a part of a snapshot into a file: every task has its own pages of one file that all of them write.
+"""Writing a part of a snapshot into a file that has its length already: a task writes each of its pages at its place and
+syncs.
 
-Rules
-  1. The file is there, as long as it will be, before the first task begins; a task writes each of its pages at its place and
-     syncs. Done twice, or by two at once, it is the same bytes.
-
-Safe to run on an executor that sees the file's directory.
+Done twice, or by two at once, it is the same bytes. Safe to run on an executor that sees the file's directory.
 """
 
 from __future__ import annotations

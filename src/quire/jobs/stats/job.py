@@ -1,9 +1,4 @@
-"""The stats job: what each database and snapshot takes, added up by the runner.
-
-  - It reads rows of one transaction, a wave at a time, and changes nothing; what it holds meanwhile is said in `compute.py`.
-  - The job's result has the first `LISTED_MAX` databases and snapshots; `store.heavy.stats()` all.
-
-Where the bytes are: what each database and snapshot holds alone and shares, how well it compresses, in which tier it lies.
+"""The stats job: what each database and snapshot holds alone and shares, how well it compresses, in which tier it is.
 
 Terms
   holds       the artifacts that a database, as it is now, or a snapshot is made of: chunks of its leaves, segments of its WAL
@@ -11,12 +6,9 @@ Terms
               would free. Of a snapshot: what nothing else holds, its own database included: what dropping it alone would free
   churn       bytes of artifacts that were made within the last day
 
-  - Rows are read in one transaction, as numbers: 56 bytes for what is said of an artifact, 32 for each that holds it. Adding
-    them up (`run.py`) is done by a runner, or here where there is none.
-  - They are never all in memory: at most `WAVE_ROWS` of them (80 MB) with what is about one piece in one wave, and read once
-    more for each wave if there are several (`jobs/row_groups.py`).
-  - What comes back, and is held, is a line of sums for each holder (`run.LINE_BYTES`) and each key of a wave: what the result
-    is made of, one `Usage` for each database and snapshot.
+Rows of one transaction are read as numbers, at most `WAVE_ROWS` (80 MB) at a time (`jobs/row_groups.py`), and added up by the
+runner; what comes back, and is held, is a line of sums for each holder. It changes nothing. The job's result has the first
+`LISTED_MAX` databases and snapshots; `store.heavy.stats()` all.
 """
 
 from __future__ import annotations
@@ -35,7 +27,7 @@ from quire.core.ids import ArtifactKind
 from quire.core.json_values import plain
 from quire.durable.space import Space
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.row_groups import Waves, cut, part
 from quire.jobs.runner import Key
 from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
@@ -60,22 +52,22 @@ def stats_job(
     into: Callable[[list[Usage]], object] = len,
 ) -> Outcome:
     """Add up where the bytes are; `into` gets all of it."""
-    wish = options(job, runner="")["runner"]
+    runner_name = options(job, runner="")["runner"]
     with ctx.manifest.read() as txn:
-        found = waves(txn, ctx.clock.now_ms())
-        total, done, sums = max(found.rows, 1), 0, Totals()
+        groups = waves(txn, ctx.clock.now_ms())
+        total, done, sums = max(groups.rows, 1), 0, Totals()
         progress(0, total)
-        runner = ctx.choose_runner(wish, found.rows * BYTES_A_ROW, label="quire-stats")
-        for wave in found:
-            ends = done + sum(len(each.rows) for each in wave)
+        runner = ctx.choose_runner(runner_name, groups.rows * BYTES_A_ROW, label="quire-stats")
+        for wave in groups:
+            ends = done + sum(len(block.rows) for block in wave)
             for answer in runner.regroup(split_rows, wave, join_shares, tick=part(progress, done, ends, total)):
                 sums.add(answer.result())
             done = ends
-        told = described(txn, sums)
-    into(told)
+        usages = described(txn, sums)
+    into(usages)
     progress(total, total)
-    listed = [plain(each) for each in told[:LISTED_MAX]]
-    return Done({"rows": found.rows, "holders": len(told), "usage": listed, "runner": runner.name})
+    listed = [plain(usage) for usage in usages[:LISTED_MAX]]
+    return Completed({"rows": groups.rows, "holders": len(usages), "usage": listed, "runner": runner.name})
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,10 +122,10 @@ def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
     return described(txn, total)
 
 
-def with_disk(found: Iterable[Usage], space: Space) -> list[Usage]:
+def with_disk(usages: Iterable[Usage], space: Space) -> list[Usage]:
     """The same, with what the files of each database take."""
     given = space.databases
-    return [each if each.snapshot else replace(each, disk_bytes=given.get(each.db_id, 0)) for each in found]
+    return [usage if usage.snapshot else replace(usage, disk_bytes=given.get(usage.db_id, 0)) for usage in usages]
 
 
 class Totals:
@@ -162,16 +154,16 @@ class Totals:
 
 def described(txn: ReadTxn, total: Totals) -> list[Usage]:
     """The sums, with the names of who holds them."""
-    sums, found = total.by_holder(), []
+    sums, usages = total.by_holder(), []
     for db_id, record in txn.databases():
         if record.status is DbStatus.TOMBSTONED:
             continue
         who = {"db_id": db_id, "database": record.name}
-        found.append(_usage(sums.get((db_id, WHOLE), ()), record.page_size, **who))
+        usages.append(_usage(sums.get((db_id, WHOLE), ()), record.page_size, **who))
         for (_, number), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
             name = row.name or f"#{number}"
-            found.append(_usage(sums.get((db_id, number), ()), record.page_size, snapshot=name, **who))
-    return found
+            usages.append(_usage(sums.get((db_id, number), ()), record.page_size, snapshot=name, **who))
+    return usages
 
 
 def _usage(sums: Iterable[int], page_size: int, **who: Any) -> Usage:
@@ -203,7 +195,7 @@ def _steps(rows: Iterable[tuple[int, ...]], count: int) -> Iterator[Numbers]:
 
 
 def _facts(txn: ReadTxn, young_ms: int) -> Iterator[Numbers]:
-    def told() -> Iterator[tuple[int, ...]]:
+    def facts() -> Iterator[tuple[int, ...]]:
         for key, row in artifacts(txn):
             is_wal = key.kind is ArtifactKind.WAL
             size, pages = (row.used_bytes, 0) if is_wal else (row.size_bytes, row.page_count)
@@ -212,7 +204,7 @@ def _facts(txn: ReadTxn, young_ms: int) -> Iterator[Numbers]:
                 size, pages, row.created_at_ms > young_ms, row.residency, is_wal,
             )  # fmt: skip
 
-    for rows in _steps(told(), STEP_ROWS):
+    for rows in _steps(facts(), STEP_ROWS):
         yield np.column_stack([encode(*rows[:, :5].T), rows[:, 5:]])
 
 

@@ -5,12 +5,8 @@ Terms
   holding   that somebody holds an artifact: (code, code, database, snapshot); snapshot 0 is the database as it is now
   share     what a holder has of the artifacts of one key: a sum for each of `SUMS`
 
-Rules
-  1. A snapshot has alone what nobody else holds; a database, with its snapshots, what no other database holds.
-  2. Rows of one key are added up in one task: those about 2^10 ids of one database. What comes back is one line of sums
-     (`LINE_BYTES`) for each holder, however much it holds.
-
-Safe to run on an executor.
+A snapshot has alone what nobody else holds; a database, with its snapshots, what no other database holds. A task adds up rows
+about 2^10 ids of one database. Safe to run on an executor.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ TIER = "tier:"
 
 SUMS = (
     "artifacts", "size_bytes", "exclusive_bytes", "shared_bytes", "chunk_bytes", "wal_bytes", "plain_pages", "churn_bytes",
-    *(TIER + each.name.lower() for each in Residency),
+    *(TIER + tier.name.lower() for tier in Residency),
 )  # fmt: skip
 """What is added up."""
 
@@ -89,7 +85,7 @@ def join_shares(_key: Key, _task: None, parts: list[tuple[str, Numbers]], _tools
     place = _places(facts[:, :2], held[:, :2])
     held, facts = held[place >= 0], facts[place[place >= 0]]  # of what has no row nothing is known
     by_artifact, by_database = _begins(held[:, :2]), _begins(held[:, :3])
-    holders, databases = (_counted(by_artifact, each) for each in (np.ones(len(held), np.bool_), by_database))
+    holders, databases = (_counted(by_artifact, counted) for counted in (np.ones(len(held), np.bool_), by_database))
     snapshots = held[:, 3] > 0
     lines = [
         _lines(held[snapshots, 2], held[snapshots, 3].astype(np.int64), facts[snapshots], holders[snapshots] == 1),
@@ -135,14 +131,14 @@ def _places(facts: Numbers, wanted: Numbers) -> NDArray[np.int64]:
 
 
 def _lines(databases: Numbers, snapshots: NDArray[np.int64] | int, facts: Numbers, alone: NDArray[np.bool_]) -> Shares:
-    """A line for each holding, with the sums of one artifact (rule 1)."""
+    """A line for each holding, with the sums of one artifact."""
     size, pages, young, residency, is_wal = facts[:, 2:].astype(np.int64).T
     lines = np.zeros((len(facts), 2 + len(SUMS)), np.int64)
     lines[:, 0], lines[:, 1] = databases, snapshots
     columns = {
         "artifacts": 1, "size_bytes": size, "exclusive_bytes": size * alone, "shared_bytes": size * ~alone,
         "chunk_bytes": size * (1 - is_wal), "wal_bytes": size * is_wal, "plain_pages": pages, "churn_bytes": size * young,
-        **{TIER + each.name.lower(): size * (residency == each) for each in Residency},
+        **{TIER + tier.name.lower(): size * (residency == tier) for tier in Residency},
     }  # fmt: skip
     for name, column in columns.items():
         lines[:, 2 + SUMS.index(name)] = column

@@ -1,27 +1,14 @@
-"""The checkpoint job of a stream: its sealed segments become chunks, being already in their final form (the catalog document).
+"""The checkpoint job of a stream: its sealed segments become chunks, being already in their final form.
 
-What is there after a crash, step by step
-  planned, seen            nothing; the next attempt plans anew
-  generation reserved      a number that nothing has; the next attempt takes another
-  published                rows and slots, in one transaction with the end of the job; the next job finds nothing to do
+It is planned on the manifest alone, the projection of the stream's log, and publishes rows and slots in one transaction with
+its end. Slot and chunk id are the segment's id, which is never used again. No byte is written, and none is read beyond a look
+that a copy is there: threads do it, whatever the runner. Who owns the bytes: docs/decisions/009-stream-chunks.md.
 
-  - No byte is read beyond a look that a copy is there, and none is written: threads do it, whatever the runner.
-  - A stream that retires segments of the plan meanwhile makes the attempt fail as a whole, and the next one plans on what
-    is there by then.
-  - Who owns the bytes: docs/decisions/009-stream-chunks.md.
+A published segment moves from SEALED to INDEXED in the same batch, which so fails as a whole (`IllegalTransition`) if
+retention has ended one meanwhile, and (`StalePlan`) if a leaf is not the one that was planned on. It goes no further, and the
+mark of the WAL stays: snapshots go on pinning segments, which is what retention asks.
 
-Which segments of a stream a checkpoint publishes: those that are sealed, and have no chunk yet.
-
-  - Read from the manifest alone: the projection of the stream's log. What it does not have yet is published by the next one.
-  - A segment that is published, or retired, has left the state SEALED: it is found once, and never again.
-  - Slot and chunk id are the segment's id, which is never used again.
-
-The one batch that makes a stream's sealed segments chunks: rows and slots, no bytes.
-
-  - A published segment moves from SEALED to INDEXED in the same batch, which so fails as a whole (`IllegalTransition`) if
-    retention has ended one meanwhile; and (`StalePlan`) if a leaf is not the one that was planned on.
-  - It goes no further, and the mark of the WAL stays: snapshots go on pinning segments, which is what retention asks
-    (docs/decisions/009-stream-chunks.md).
+A crash before that leaves nothing, or a reserved generation that nothing has.
 """
 
 from __future__ import annotations
@@ -34,7 +21,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.stream_checkpoint.run import SegmentToSee, row_of, see
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -58,14 +45,14 @@ def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outc
     progress(0, len(wanted))
     hit("jobs.stream_checkpoint.planned")
     if not wanted:
-        return Done({"chunks": 0, "bytes": 0, "missing": 0})
+        return Completed({"chunks": 0, "bytes": 0, "missing": 0})
     seen = see(wanted, disk=ctx.disk, open_store=ctx.open_store)
     progress(len(seen), len(wanted))
     generation = manifest.reserve_generation(job.db_id)
     hit("jobs.stream_checkpoint.reserved")
     with manifest.read() as txn:
         ops = publish_ops(txn, plan, seen, generation)
-    missing = [each.segment_id for each in wanted if each.segment_id not in seen]
+    missing = [segment.segment_id for segment in wanted if segment.segment_id not in seen]
     for segment_id in missing:
         emit("error", "stream.checkpoint_copy_missing", stream=job.db_id, segment_id=segment_id)
     after: tuple[Op, ...] = ()
@@ -74,7 +61,7 @@ def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outc
         after = (EnsureJob(manifest.allocate(Counter.JOB), record),)
     size = sum(row.used_bytes for segment_id, row in plan.segments if segment_id in seen)
     emit("info", "stream.checkpointed", stream=job.db_id, chunks=len(seen), bytes=size, generation=generation)
-    return Done({"chunks": len(seen), "bytes": size, "missing": len(missing)}, ops=tuple(ops), after=after)
+    return Completed({"chunks": len(seen), "bytes": size, "missing": len(missing)}, ops=tuple(ops), after=after)
 
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -107,18 +94,18 @@ def unpublished(txn: ReadTxn, stream_id: int) -> list[tuple[int, WalRecord]]:
 
 def plan_stream(txn: ReadTxn, stream_id: int) -> StreamPlan:
     """The next segments to publish."""
-    found = unpublished(txn, stream_id)
-    return StreamPlan(stream_id, tuple(found[:SEGMENTS_MAX]), len(found) > SEGMENTS_MAX)
+    segments = unpublished(txn, stream_id)
+    return StreamPlan(stream_id, tuple(segments[:SEGMENTS_MAX]), len(segments) > SEGMENTS_MAX)
 
 
 def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee]:
     """Where a copy of each segment is to be seen."""
-    found = []
+    segments = []
     for segment_id, row in plan.segments:
         key = ArtifactKey(plan.stream_id, ArtifactKind.WAL, segment_id, 0)
         where = ctx.place_of(txn, key, row)
         warm = StreamSegmentFile(stream_id=plan.stream_id, tier=Tier.WARM, segment_id=segment_id).path
-        found.append(
+        segments.append(
             SegmentToSee(
                 segment_id=segment_id,
                 hot=where.local,
@@ -128,7 +115,7 @@ def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee
                 used_bytes=row.used_bytes,
             )
         )
-    return found
+    return segments
 
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,22 +1,13 @@
-"""Seeing that the segments which are to be published are there: nothing is written, and no body is read.
+"""Looking whether segments that are to be published have a copy, and the rows of their chunks.
 
-  - A copy is enough: the file as it was written, the compressed one, or the object. Which bytes it has is verification's
-    business (`jobs/stream_verify`).
-  - A segment of which no copy is seen is told, and not published: it may have moved between two looks, or is damage that
-    whoever reads the stream hears of.
+One copy is enough: the file as it was written, the compressed one, or the object. Which bytes it has is verification's
+business (`jobs/stream_verify`). A segment without a copy is reported and not published: it may have moved between two looks.
+
+The row of such a chunk borrows the segment's bytes (docs/decisions/009-stream-chunks.md): its `suffix` names the segment's
+object, its residency is fixed and its size is 0. Where the bytes are is said once, in `wal_catalog` (M6); nothing moves,
+verifies, counts or deletes bytes by a borrowed row.
 
 Safe to run on an executor. Raises what disk and object store raise.
-
-Chunks that borrow their bytes: what a stream's checkpoint publishes (docs/decisions/009-stream-chunks.md).
-
-Terms
-  borrowed   a base chunk whose row names a segment's object (`suffix` has the variant `wal`): its bytes are the segment's
-
-  - Where the bytes are is said once, in the segment's row in `wal_catalog` (M6); a borrowed row has a fixed residency that
-    nobody acts on, and a size of 0: whoever adds up chunks and segments counts the bytes once.
-  - Nobody moves, verifies, counts or deletes bytes by a borrowed row: the stream does, by its own log (S1).
-
-Pure; safe to import on an executor.
 
     >>> from quire.manifest.verification import borrows
     >>> borrows(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
@@ -52,9 +43,9 @@ class SegmentToSee:
 
 def see(segments: Iterable[SegmentToSee], *, disk: Disk, open_store: OpenStore) -> set[int]:
     """Those of which a copy is there."""
-    found = {each.segment_id for each in segments if _is_there(each, disk, open_store)}
+    present = {segment.segment_id for segment in segments if _is_there(segment, disk, open_store)}
     hit("jobs.stream_checkpoint.seen")
-    return found
+    return present
 
 
 def _is_there(segment: SegmentToSee, disk: Disk, open_store: OpenStore) -> bool:

@@ -1,25 +1,16 @@
 """Looking at every byte of a stream: copies of a segment, chunks of its manifest log, objects of the log.
 
-Terms
-  place   of a segment: its row says whether there is a local copy, hot or compressed, and whether there is an object
+A copy of a segment is good if it holds the segment that was sealed: its blocks, and the crc64 of all of them, which the row
+has. The compressed file and the object are decompressed for that. Of the local copies, hot or compressed, one is enough, and
+each that is there must be good; one that goes while it is looked for was evicted.
 
-  - A copy is good if it holds the segment that was sealed: its blocks, and the crc64 of all of them, which the row has. The
-    compressed file and the object have other bytes than the hot one, and are decompressed for that.
-  - Of the local copies one is enough, and each that is there must be good. One that goes while it is looked for was
-    evicted.
-  - Problems of a log are those of `stream/mlog_verify.py`; its objects are read in groups, so that many executors share one
-    log's.
+Logs are held to their rules (`stream/mlog_verify.py`) many at once, for `quire verify` and `quire manifest verify`: first
+each log by itself, which needs the store's files, then the objects' bodies, in groups of all logs. A problem is reported if a
+second look finds it, too: a live owner moves and deletes meanwhile. A log that cannot be read now keeps no other from being
+looked at; its error is raised at the end.
 
-Safe to run on an executor. Raises what disk and object store raise; damage is an answer, not an error.
-
-Holding the manifest logs of streams to their rules, many at once: for `quire verify` and `quire manifest verify`.
-
-  - First each log by itself: files, order, snapshots, state, which objects there are. Then the objects' bodies, in groups of
-    all logs. The first needs the store's files: a runner whose tasks do not see them leaves that to threads here.
-  - What is wrong is told if a second look says the same: a live owner moves and deletes meanwhile.
-  - A log that cannot be read now keeps no other from being looked at; its error is raised at the end.
-
-Reads only; works beside a live owner. Threads: functions without state.
+Reads only; works beside a live owner. Safe to run on an executor. Raises what disk and object store raise; damage is a
+result.
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.durable.names import StreamSegmentFile, Tier
-from quire.jobs.locations import OpenStore, Place
+from quire.jobs.locations import ArtifactLocation, OpenStore
 from quire.jobs.runner import Runner, Tick, Tools, no_tick
 from quire.objects.api import ObjectStore
 from quire.stream.files import LogFiles, StreamFiles
@@ -49,12 +40,12 @@ from quire.stream.witnesses import Witness
 
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def is_stream_segment(place: Place) -> bool:
+def is_stream_segment(place: ArtifactLocation) -> bool:
     """Whether a place is of a stream's segment, which has another form on each tier."""
     return place.key.kind is ArtifactKind.WAL and place.local.endswith("/" + _name(place, Tier.HOT))
 
 
-def look_at_segment(place: Place, *, disk: Disk, open_store: OpenStore) -> tuple[list[str], list[str]]:
+def look_at_segment(place: ArtifactLocation, *, disk: Disk, open_store: OpenStore) -> tuple[list[str], list[str]]:
     """(what is missing, what is altered) of a segment's copies."""
     missing: list[str] = []
     altered: list[str] = []
@@ -64,10 +55,10 @@ def look_at_segment(place: Place, *, disk: Disk, open_store: OpenStore) -> tuple
             "hot": _hot(place, disk),
             "compressed": _warm(os.path.join(root, _name(place, Tier.WARM)), disk, place.size_bytes),
         }
-        if all(found is None for found in copies.values()):
+        if all(checksum is None for checksum in copies.values()):
             missing.append("no file is there")
-        for name, found in copies.items():
-            if found is not None and found != place.crc64:
+        for name, checksum in copies.items():
+            if checksum is not None and checksum != place.crc64:
                 altered.append(f"the {name} file is not the segment that was sealed")
     if place.has_remote:
         try:
@@ -82,11 +73,11 @@ def look_at_segment(place: Place, *, disk: Disk, open_store: OpenStore) -> tuple
     return missing, altered
 
 
-def _name(place: Place, tier: Tier) -> str:
+def _name(place: ArtifactLocation, tier: Tier) -> str:
     return StreamSegmentFile(stream_id=place.key.origin_db_id, tier=tier, segment_id=place.key.id).path
 
 
-def _hot(place: Place, disk: Disk) -> int | None:
+def _hot(place: ArtifactLocation, disk: Disk) -> int | None:
     """The crc64 of the file as it was written, -1 if it is damaged; `None` if it is not there."""
     try:
         raw = memoryview(read_all(disk, place.local))[: place.size_bytes]
@@ -160,16 +151,16 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
     stream_files = StreamFiles(tools.disk, task.root, task.stream_id)
     objects = log_objects(stream_files, store, task.prefixes, task.store_id)
     exists = partial(_exists, store)
-    found = tuple(
+    problems = tuple(
         verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)
     )
     listing = objects.listing()
-    return LogFound(task.stream_id, found, tuple(listing.chunks), tuple(listing.bundles), tuple(listing.snapshots))
+    return LogFound(task.stream_id, problems, tuple(listing.chunks), tuple(listing.bundles), tuple(listing.snapshots))
 
 
 def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, LogProblem]]:
     """(stream, what is wrong) of these objects."""
-    store, found = tools.open_store(task.url), []
+    store, problems = tools.open_store(task.url), []
     for stream_id, what, first, last in task.bodies:
         objects = LogObjects(store, stream_id, task.prefixes, task.store_id)
         try:
@@ -182,10 +173,10 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, LogProblem]]
         except ObjectNotFound:
             continue  # it was superseded since it was listed
         except Corruption as error:
-            told = f"the object of a {what} is damaged: {error.what}"
-            found.append((stream_id, LogProblem(rule="L5", what=told, where={what: first, **_plain(error)})))
+            damage = f"the object of a {what} is damaged: {error.what}"
+            problems.append((stream_id, LogProblem(rule="L5", what=damage, where={what: first, **_plain(error)})))
     hit("jobs.stream_verify.bodies")
-    return found
+    return problems
 
 
 def _exists(store: ObjectStore, key: str) -> bool:
@@ -210,7 +201,7 @@ def verify_logs(
 ) -> Iterator[tuple[int, LogProblem]]:
     """(stream, broken rule) of these logs. `here` is a runner that sees the files; `deep` reads objects whole."""
     first: QuireError | None = None
-    found: list[LogFound] = []
+    logs: list[LogFound] = []
     doubtful: list[LogTask] = []
     for answer in (runner if runner.shares_disk else here).map(check_log, tasks, tick=tick):
         if isinstance(answer.error, Corruption):
@@ -219,16 +210,16 @@ def verify_logs(
         if answer.error is not None:
             first = first or answer.error
             continue
-        found.append(answer.result())
-        if found[-1].problems:
+        logs.append(answer.result())
+        if logs[-1].problems:
             doubtful.append(tasks[answer.key])
     for again in here.map(check_log, doubtful, tick=tick):
         if again.error is not None:
             first = first or again.error
             continue
-        yield from ((again.result().stream_id, each) for each in again.result().problems)
+        yield from ((again.result().stream_id, problem) for problem in again.result().problems)
     url, prefixes, store_id = (tasks[0].url, tasks[0].prefixes, tasks[0].store_id) if tasks else ("", (), "")
-    wanted = list(_bodies(found)) if deep else []
+    wanted = list(_bodies(logs)) if deep else []
     starts = range(0, len(wanted), GROUP_OBJECTS)
     groups = [
         BodiesTask(url=url, prefixes=prefixes, bodies=tuple(wanted[start : start + GROUP_OBJECTS]), store_id=store_id)
@@ -249,8 +240,8 @@ def _unreadable(error: Corruption) -> LogProblem:
     return LogProblem(rule="L0", what=f"{error.what} ({path})" if path else error.what, where=error.where)
 
 
-def _bodies(found: Sequence[LogFound]) -> Iterator[tuple[int, str, int, int]]:
-    for log in found:
+def _bodies(logs: Sequence[LogFound]) -> Iterator[tuple[int, str, int, int]]:
+    for log in logs:
         yield from ((log.stream_id, "chunk", index, index) for index in log.chunks)
         yield from ((log.stream_id, "bundle", span[0], span[1]) for span in log.bundles)
         yield from ((log.stream_id, "snapshot", number, number) for number in log.snapshots)

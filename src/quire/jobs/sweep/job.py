@@ -1,34 +1,23 @@
 """The sweep job: object listings compared with the manifest, both ways; orphans are deleted if that was asked for.
 
-  - `plan.py` says what is an orphan. Nothing can come to refer to one: generations are burned before anything is written under
-    them and never used again (M5, P10), so deleting it needs no intent.
-  - Listings are made by the runner, a range of keys in each task, and joined there with the names that the manifest knows:
-    only differences come here, a few thousand at a time, and are looked up in the manifest as it is then.
-  - What was deleted stays deleted if an attempt is interrupted; the next one finds what is left.
-  - Where an object store is a directory, what puts that crashed left in its staging goes too, if it is old.
-  - The result names the first `LISTED_MAX` of each sort, and says whether there were more.
-  - What is missing is looked up, and asked for once more, when its wave is listed: rows of a wave are read twice at most.
-  - An object store that fails ends the attempt: without a whole listing nothing is known to be missing.
-  - Orphans that are not this store's to delete, in a place that it shares and has no claim to, are told and stay (A3).
-
-What a sweep lists, and which of the differences are real.
-
 Terms
   space     (URL of an object store, prefix in it): of each namespace, and of each owner epoch before the current one. Below it
-            are objects of this store only: a sweep never sees another store's (A1)
-  former    the space of a store that is older than epochs: no prefix. Others may have objects there too
+            are objects of this store only (A1)
+  former    the space of a store that is older than epochs: no prefix. Others may have objects there too, so it is listed
+            database by database, and orphans there are deleted only by whoever has the claim to it
   range     a part of a space's keys: names of at most `RANGE_DATABASES` databases, about `RANGE_NAMES` of them that should be
             there. Ranges cover every possible key, and each is listed by one task
-  orphan    an object with an artifact's name that nothing speaks of
+  orphan    an object with an artifact's name that the manifest does not know
 
-  - List first, read the manifest after (O3): what a listing calls a stray is one only if the manifest, read after it, knows no
-    row of that name and no plan that may be writing it; what it calls missing only if the row still promises it.
-  - Spared are also names of generations that are not burned yet, and objects younger than a grace by the store's own clock.
-  - Names that are no artifacts' (manifest logs, tables, other people's files) are never orphans.
-  - The driver has the hashes of one wave of ranges in memory, 8 bytes a name, and some differences; never a listing.
-  - The former space is listed database by database, never as a whole: it is swept by whoever has the claim to it, and others
-    only tell what they find (A1).
-  - Ranges of one wave are read in one short transaction; the next wave goes on where that ended, in another.
+List first, read the manifest after (O3): a stray of a listing is an orphan only if the manifest, read after it, has no row of
+that name and no plan that may be writing it; a missing object is reported only if the row still promises it, and asking for
+it by name fails. Spared are also names of generations that are not burned yet, and objects younger than a grace by the
+store's own clock. Nothing can come to refer to an orphan (M5, P10), so deleting it needs no intent.
+
+The runner joins listings with the hashes of known names, 8 bytes a name; only differences come here, a few thousand at a
+time. Ranges of one wave are read in one short transaction. An object store that fails ends the attempt: without a whole
+listing nothing is known to be missing. Where an object store is a directory, old files that crashed puts left in its staging
+go, too.
 """
 
 from __future__ import annotations
@@ -51,12 +40,12 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.durable.object_names import parse_epoch_key
 from quire.jobs.context import JobContext, artifact_row
-from quire.jobs.handler import Done, Outcome, Progress, options
-from quire.jobs.locations import Place
+from quire.jobs.handler import Completed, Outcome, Progress, options
+from quire.jobs.locations import ArtifactLocation
 from quire.jobs.row_groups import part
 from quire.jobs.runner import Runner
 from quire.jobs.sweep.run import Listed, ListTask, Stray, artifact_of, list_range, name_hash
-from quire.jobs.verify.plan import place_to_verify
+from quire.jobs.verify.job import place_to_verify
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Counter
@@ -99,18 +88,18 @@ class _Sweep:
 class _Wave:
     """Ranges of one space that are compared together."""
 
-    ranges: Sequence[Range]
+    ranges: Sequence[ListingRange]
     space: Space
     namespaces: set[int]
-    since: Mark
+    since: RangeStart
 
     @property
-    def next(self) -> Mark | None:
+    def next(self) -> RangeStart | None:
         return self.ranges[-1].next
 
     @property
     def names(self) -> int:
-        return sum(len(each.known) for each in self.ranges)
+        return sum(len(listing.known) for listing in self.ranges)
 
 
 def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
@@ -118,24 +107,24 @@ def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     given = options(job, delete=False, runner="", grace_seconds=GRACE_SECONDS)
     sweep = _Sweep(ctx, ctx.clock.now_ms() - int(given["grace_seconds"] * 1000), given["delete"])
     with ctx.manifest.read() as txn:
-        found, rows = spaces(ctx, txn), promising(txn)
-    total, done = len(found) * (rows + 1), 0
+        namespaces_by_space, rows = spaces(ctx, txn), promising(txn)
+    total, done = len(namespaces_by_space) * (rows + 1), 0
     progress(0, total)
     runner = ctx.choose_runner(given["runner"], rows * 1024, label="quire-sweep")
-    for number, (space, namespaces) in enumerate(found.items(), 1):
+    for number, (space, namespaces) in enumerate(namespaces_by_space.items(), 1):
         for wave in _waves(ctx, space, namespaces):
             ends = min(done + wave.names, number * (rows + 1)) if wave.next else number * (rows + 1)
             _compare(sweep, runner, wave, part(progress, done, ends, total))
             done = ends
     if sweep.delete:
-        sweep.total["staged"] = sum(_unstage(ctx, url) for url in {url for url, _ in found})
+        sweep.total["staged"] = sum(_unstage(ctx, url) for url in {url for url, _ in namespaces_by_space})
     progress(total, total)
-    return Done(sweep.total)
+    return Completed(sweep.total)
 
 
 def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wave]:
     """The ranges of a space, so many at a time: no transaction is open meanwhile."""
-    mark: Mark | None = Mark()
+    mark: RangeStart | None = RangeStart()
     while mark is not None:
         with ctx.manifest.read() as txn:
             wave = _Wave(list(islice(ranges(txn, namespaces, space, mark), WAVE_RANGES)), space, namespaces, mark)
@@ -152,13 +141,13 @@ def _unstage(ctx: JobContext, url: str) -> int:
 def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None:
     """Have the runner join listings with known names, and look up the differences that come back."""
     total, strays, missing = sweep.total, list[Stray](), array("Q")
-    names = np.unique(np.concatenate([each.known for each in wave.ranges]))
-    for number, told in runner.unmatched(list_range, [each.task for each in wave.ranges], names, tick=tick):
-        if isinstance(told, Listed):
-            total["objects"] += told.objects
-            total["bytes_listed"] += told.size_bytes
-        elif told is not None:
-            strays.append(told)
+    names = np.unique(np.concatenate([listing.known for listing in wave.ranges]))
+    for number, item in runner.unmatched(list_range, [listing.task for listing in wave.ranges], names, tick=tick):
+        if isinstance(item, Listed):
+            total["objects"] += item.objects
+            total["bytes_listed"] += item.size_bytes
+        elif item is not None:
+            strays.append(item)
         elif number is not None:
             missing.append(number)
         if len(strays) >= SETTLED_AT_ONCE:
@@ -177,14 +166,18 @@ def _tell_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
         for place in _not_there(ctx, places):
             total["lost"] += 1
             if len(total["missing"]) < LISTED_MAX:
-                told = {"artifact": object_key(place.key), "object": place.object_key, "size_bytes": place.size_bytes}
-                total["missing"].append(told)
+                described = {
+                    "artifact": object_key(place.key),
+                    "object": place.object_key,
+                    "size_bytes": place.size_bytes,
+                }
+                total["missing"].append(described)
 
 
-def _not_there(ctx: JobContext, places: Iterator[Place]) -> Iterator[Place]:
+def _not_there(ctx: JobContext, places: Iterator[ArtifactLocation]) -> Iterator[ArtifactLocation]:
     """Those whose object is not there when it is asked for by its name."""
 
-    def is_there(place: Place) -> bool:
+    def is_there(place: ArtifactLocation) -> bool:
         try:
             ctx.open_store(place.url).head(place.object_key)
         except ObjectNotFound:
@@ -205,8 +198,13 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
         total["orphaned"] += 1
         total["bytes"] += stray.size_bytes
         if len(total["orphans"]) < LISTED_MAX:
-            told = {"artifact": object_key(key), "object": stray.key, "size_bytes": stray.size_bytes, "url": stray.url}
-            total["orphans"].append(told)
+            described = {
+                "artifact": object_key(key),
+                "object": stray.key,
+                "size_bytes": stray.size_bytes,
+                "url": stray.url,
+            }
+            total["orphans"].append(described)
     gone: set[str] = set()
     if sweep.delete and orphans:
         for url in {stray.url for stray, _ in orphans}:
@@ -236,7 +234,7 @@ Space = tuple[str, str]
 Hashes = NDArray[np.uint64]
 
 
-class Mark(NamedTuple):
+class RangeStart(NamedTuple):
     """Where a range begins."""
 
     after: str = ""
@@ -255,13 +253,13 @@ END = (U32_MAX + 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ListingRange:
     """A part of a space's keys."""
 
     task: ListTask
     known: Hashes
     """Of the names that should be there."""
-    next: Mark | None
+    next: RangeStart | None
     """`None`: this is the last one."""
 
 
@@ -269,17 +267,17 @@ def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
     """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
     from quire.pages.catalog import space_of
 
-    found: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
+    namespaces: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
     is_old = "" in txn.object_prefixes()
     for (number,), space in txn.scan(t.REMOTE_NAMESPACE):
         if space.name:  # a stream's rows name the place, whatever epoch its objects are of
             for prefix in txn.object_prefixes(number):
-                found.setdefault((space.url, prefix), set())
+                namespaces.setdefault((space.url, prefix), set())
         if space.owner_epoch or is_old:  # else nothing is in a place itself, only below it
-            found.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
+            namespaces.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
     if is_old:
-        found.setdefault((ctx.objects_url, FORMER), set()).add(0)
-    return found
+        namespaces.setdefault((ctx.objects_url, FORMER), set()).add(0)
+    return namespaces
 
 
 def promising(txn: ReadTxn) -> int:
@@ -288,20 +286,20 @@ def promising(txn: ReadTxn) -> int:
     return sum(txn.count(table) for table in tables)
 
 
-def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: Mark) -> Iterator[Range]:
+def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: RangeStart) -> Iterator[ListingRange]:
     """The ranges of a space, one after the other, from a mark on."""
     url, prefix = space
     known = array("Q")
     start, first, row = mark
     last = END
 
-    def cut(border: str, row: tuple[int, int]) -> Range:
+    def cut(border: str, row: tuple[int, int]) -> ListingRange:
         nonlocal known, start
         databases = (_database(start, 1), _database(border, txn.next_id(Counter.DB) - 1)) if prefix == FORMER else None
         task = ListTask(url=url, prefix=prefix, start_after=start, until=border, databases=databases)
-        made = Range(task, np.array(known, np.uint64), Mark(border, first, row) if border else None)
+        listing = ListingRange(task, np.array(known, np.uint64), RangeStart(border, first, row) if border else None)
         known, start = array("Q"), border
-        return made
+        return listing
 
     for key, name in _names(txn, namespaces, space, row):
         place = key.origin_db_id, key.id
@@ -369,7 +367,7 @@ def _segments(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey,
 def real_orphans(
     txn: ReadTxn, strays: Iterable[Stray], prefix: str, before_ms: int
 ) -> Iterator[tuple[Stray, ArtifactKey]]:
-    """Those strays that are orphans by the manifest as it is now (rules 1 to 3)."""
+    """Those strays that are orphans by the manifest as it is now."""
     for stray in strays:
         key = artifact_of(stray.key, prefix)
         if key is not None and stray.modified_ms < before_ms and not _is_spoken_of(txn, key):
@@ -385,13 +383,19 @@ def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
         return txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None
     record = txn.database(key.origin_db_id)
     if record is not None and key.generation >= record.next_generation:
-        return True  # rule 2: nobody has burned it yet
+        return True  # its generation is not burned yet
     return txn.get(t.CHECKPOINT_PLAN, key.origin_db_id, key.generation) is not None
 
 
 def still_promised(
-    ctx: JobContext, txn: ReadTxn, missing: Hashes, namespaces: Set[int], space: Space, since: Mark, until: Mark | None
-) -> Iterator[Place]:
+    ctx: JobContext,
+    txn: ReadTxn,
+    missing: Hashes,
+    namespaces: Set[int],
+    space: Space,
+    since: RangeStart,
+    until: RangeStart | None,
+) -> Iterator[ArtifactLocation]:
     """Where the missing objects of a wave, from one mark to the other, should be by the rows as they are now.
 
     `missing` are rising. The rows of the wave are read once, however much of it is missing.
@@ -404,6 +408,6 @@ def still_promised(
         hashes = np.array([name_hash(name) for _, name in step], np.uint64)
         places = np.minimum(np.searchsorted(missing, hashes), len(missing) - 1)
         for place in np.flatnonzero(missing[places] == hashes).tolist():
-            found = place_to_verify(ctx, txn, step[place][0])
-            if found is not None:  # else it is about to be deleted
-                yield found
+            location = place_to_verify(ctx, txn, step[place][0])
+            if location is not None:  # else it is about to be deleted
+                yield location

@@ -1,13 +1,8 @@
-"""Listing a range of an object store's keys: every object under a number that its name has.
+"""Listing a range of an object store's keys: every object under the hash of its name.
 
-Rules
-  1. A name is known by 8 bytes of its hash: two names in 10^19 are confused, and then an orphan stays, or a missing object is
-     not seen; nothing is ever deleted for it.
-  2. What is told stays on the executor: names that the manifest knows are matched there (`Runner.unmatched`), and only
-     differences, and one count for each range, come to whoever asked.
-  3. Names that are no artifacts' (manifest logs, tables, other people's files) are counted and not told: they are no orphans.
-
-Safe to run on an executor.
+Names that are no artifacts' (manifest logs, tables, other people's files) are counted and never orphans. Known names are
+matched on the executor (`Runner.unmatched`); only differences, and one count for each range, come back. Safe to run on an
+executor.
 """
 
 from __future__ import annotations
@@ -55,7 +50,7 @@ class Listed:
 
 
 def name_hash(key: str) -> int:
-    """Eight bytes that stand for a name. A collision hides an orphan and never deletes anything (rule 1)."""
+    """Eight bytes that stand for a name. A collision, two in 10^19, hides an orphan or a missing object and deletes nothing."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 

@@ -1,16 +1,11 @@
 """The jobs that move an artifact's bytes: upload, evict, hydrate.
 
-  - A row never promises a copy that is not there: it says LOCAL_AND_REMOTE after the copy is complete and durable, and EVICTED
-    before the file goes.
-  - A row tells of every copy that may be there: an object is announced (by the row's suffix) before its first byte is sent,
-    and whoever deletes an artifact removes its file whatever the row says. So a job that is given up half-way leaks nothing.
-  - The job holds the artifact's `pending_upload`: nothing is deleted under it (M8).
-  - One move of an artifact at a time in this process, the last steps of a handler that has lost its job included: else it
-    could remove the file that its successor has just fetched.
+A row never promises a copy that is not there: it says LOCAL_AND_REMOTE after the copy is complete and durable, and EVICTED
+before the file goes. It tells of every copy that may be there: an object is announced (by the row's suffix) before its first
+byte is sent, and a deletion removes the file whatever the row says. So a job that is given up half-way leaks nothing. The job
+holds the artifact's `pending_upload`: nothing is deleted under it (M8).
 
-What is there after each durable step, and what a crash behind it leads to. Every job is run again from its start; steps that
-were done are found done.
-
+What is there after each durable step, and what a crash behind it leads to. Every job is run again from its start.
   upload   announce       row LOCAL with suffix; file                  sent again to the same name
            put            … and an object nobody is promised           found under its name: adopted, if it is ours (P11)
            complete       row LOCAL_AND_REMOTE; file, object           the job is done, in the same transaction
@@ -20,22 +15,11 @@ were done are found done.
   hydrate  stage          row EVICTED; object, `<file>.tmp`            overwritten
            rename, sync   row EVICTED; object, a stray file            compared with the row: adopted
            complete       row LOCAL_AND_REMOTE; file, object           the job is done, in the same transaction
-
 If the job is cancelled there instead, what is stray stays until the next move or the deletion of the artifact.
 
-What an upload, an eviction or a hydration has to do now.
-
-  - A goal that has been reached is a success without work, so repeating a finished job is one: an upload wants an object, a
-    hydration wants a file, an eviction wants no file.
-  - That a goal has been reached is believed of the row, unless the last verification found a copy missing or altered: then
-    the move is made again, which is how a copy is repaired from the other one.
-  - Impossible are: evicting what has no object; uploading a WAL segment that is still written; moving what has no bytes.
-  - Segments of streams are not moved here: their object is the compressed form, which the stream makes (`stream/tiers.py`),
-    and its own log is the truth about where copies are (S1).
-  - An object's place is decided once, when it is announced: the current owner epoch's in the place that its row names, or
-    else its database. A repeated upload goes to the same place.
-
-What a move of an artifact's bytes tells the manifest.
+A goal that has been reached is a success without work. The row is believed, unless the last verification found a copy missing
+or altered: then the move is made again, which repairs a copy from the other one. Segments of streams are moved by their
+stream (`stream/tiers.py`), whose log is the truth about copies (S1).
 """
 
 from __future__ import annotations
@@ -54,8 +38,8 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.copies import Tick
-from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, commit_step, options, update
-from quire.jobs.locations import Place
+from quire.jobs.handler import Completed, Deferred, Outcome, Progress, artifact_of, commit_step, options, update
+from quire.jobs.locations import ArtifactLocation
 from quire.jobs.tiers.run import MoveTask, Uploaded, check_before_eviction, hydrate, remove_local, upload
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -72,12 +56,12 @@ _moving: set[tuple[str, ArtifactKey]] = set()
 """(store, artifact) that a thread of this process is moving; guarded by `_lock`."""
 
 MakePlan = Callable[[JobContext, ReadTxn, ArtifactKey], "MovePlan"]
-Work = Callable[[JobContext, Job, "MovePlan", Tick], Done]
+Work = Callable[[JobContext, Job, "MovePlan", Tick], Completed]
 
 
 def upload_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Give an artifact an object. Its payload may tell a `bitmap_hash` to be recorded with it."""
-    options(job, bitmap_hash=0)
+    """Give an artifact an object."""
+    options(job)
     ctx.manifest.ensure_owner_epoch()
     return _move(ctx, job, progress, plan_upload, _upload)
 
@@ -98,11 +82,11 @@ def _move(ctx: JobContext, job: Job, progress: Progress, make_plan: MakePlan, wo
     key = artifact_of(job)
     with _alone(ctx, key) as alone:
         if not alone:
-            return Later(ctx.clock.now_ms() + WAIT_MS)
+            return Deferred(ctx.clock.now_ms() + WAIT_MS)
         with ctx.manifest.read() as txn:
             plan = make_plan(ctx, txn, key)
         if plan.must_wait:
-            return Later(ctx.clock.now_ms() + WAIT_MS)
+            return Deferred(ctx.clock.now_ms() + WAIT_MS)
         size = plan.task.place.size_bytes
         progress(0, size)
         return work(ctx, job, plan, lambda done: progress(done, size))
@@ -124,42 +108,42 @@ def _alone(ctx: JobContext, key: ArtifactKey) -> Iterator[bool]:
                 _moving.discard(name)
 
 
-def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Done:
+def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
     task, place = plan.task, plan.task.place
     if plan.is_done:
-        return Done({"moved_bytes": 0})
+        return Completed({"moved_bytes": 0})
     if plan.announce is not None:
         commit_step(ctx, job, [announcement(plan)])
         hit("jobs.upload.announced")
     done = upload(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
     if _is_gone(ctx, place):
-        # Its row went while it was sent: nobody else would ever look for it.
+        # Its row went while it was sent: nothing would ever look for it again.
         ctx.collector.delete(place.url, [place.object_key])
-    op = uploaded(task, done, bitmap_hash=options(job, bitmap_hash=0)["bitmap_hash"], at_ms=ctx.clock.now_ms())
-    return Done({"moved_bytes": 0 if done.was_there else done.size_bytes}, ops=(op,))
+    op = uploaded(task, done, at_ms=ctx.clock.now_ms())
+    return Completed({"moved_bytes": 0 if done.was_there else done.size_bytes}, ops=(op,))
 
 
-def _evict(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Done:
+def _evict(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
     task, place = plan.task, plan.task.place
     if not plan.is_done:
         check_before_eviction(task, open_store=ctx.open_store, tick=tick)
         commit_step(ctx, job, [evicted(task)])
         hit("jobs.evict.published")
     remove_local(place, disk=ctx.disk)  # also if it is done: an earlier attempt may have ended before this
-    return Done({"moved_bytes": 0 if plan.is_done else place.size_bytes})
+    return Completed({"moved_bytes": 0 if plan.is_done else place.size_bytes})
 
 
-def _hydrate(ctx: JobContext, _job: Job, plan: MovePlan, tick: Tick) -> Done:
+def _hydrate(ctx: JobContext, _job: Job, plan: MovePlan, tick: Tick) -> Completed:
     task, place = plan.task, plan.task.place
     if plan.is_done:
-        return Done({"moved_bytes": 0})
+        return Completed({"moved_bytes": 0})
     fetched = hydrate(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
     if _is_gone(ctx, place):
         remove_local(place, disk=ctx.disk)
-    return Done({"moved_bytes": place.size_bytes if fetched else 0}, ops=(hydrated(task, fetched=fetched),))
+    return Completed({"moved_bytes": place.size_bytes if fetched else 0}, ops=(hydrated(task, fetched=fetched),))
 
 
-def _is_gone(ctx: JobContext, place: Place) -> bool:
+def _is_gone(ctx: JobContext, place: ArtifactLocation) -> bool:
     """Whether the artifact is deleted, or about to be: then this job was cancelled, and what it has just made is nobody's."""
     with ctx.manifest.read() as txn:
         counts = txn.refcount(place.key)
@@ -250,7 +234,7 @@ def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
     row = artifact_row(txn, key)
     if row is None:
         raise UnknownArtifact("no such artifact in the catalog", artifact=key)
-    if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or borrows(key, row):  # rule 4
+    if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or borrows(key, row):
         hint = "`quire stream tier` moves it, and the stream's upkeep does"
         raise InvalidInput("a stream's segment is moved by its stream", hint=hint, artifact=key)
     return row
@@ -279,14 +263,13 @@ def announcement(plan: MovePlan) -> Op:
     return update(plan.task.place.key, namespace_id=namespace_id, suffix=suffix)
 
 
-def uploaded(task: MoveTask, done: Uploaded, *, bitmap_hash: int, at_ms: int) -> Op:
+def uploaded(task: MoveTask, done: Uploaded, *, at_ms: int) -> Op:
     """There is an object, and this is what it is."""
     return update(
         task.place.key,
         residency=Residency.LOCAL_AND_REMOTE,
         sha256=done.sha256,
         uploaded_at_ms=at_ms,
-        bitmap_hash=bitmap_hash or None,
         verify_state=_doubt_removed(task),  # the file was read, and the object is it
     )
 

@@ -1,13 +1,10 @@
 """Moving bytes between a file and an object.
 
-Rules
-  1. Everything may be repeated: an object that is there already is adopted if it has our size and our sha256 (the answer to an
-     earlier put may have been lost, P11), a file that is there already likewise.
-  2. No bytes are passed on that are not those the row describes.
-  3. Nothing is removed here before the caller has made sure that nobody is promised it.
+Everything may be repeated: an object that is there already is adopted if it has our size and our sha256 (the answer to an
+earlier put may have been lost, P11), a file that is there already likewise. No bytes are passed on that are not those the row
+describes. The caller makes sure that nothing needs a copy before it is removed here.
 
-Safe to run on an executor. Raises what the disk and the object store raise, and `Corruption`: also if another object has the
-name, which nobody else is ever given.
+Safe to run on an executor. Raises what the disk and the object store raise, and `Corruption`.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from quire.jobs.copies import (
     no_tick,
     remove_files,
 )
-from quire.jobs.locations import OpenStore, Place
+from quire.jobs.locations import ArtifactLocation, OpenStore
 from quire.objects.api import ExistingObject, ObjectStore
 
 
@@ -36,7 +33,7 @@ from quire.objects.api import ExistingObject, ObjectStore
 class MoveTask:
     """One artifact whose bytes are to move."""
 
-    place: Place
+    place: ArtifactLocation
     root: str
     """The store's directory."""
     is_suspect: bool = False
@@ -55,15 +52,15 @@ class Uploaded:
 # ── up ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def upload(task: MoveTask, *, disk: Disk, open_store: OpenStore, tick: Tick = no_tick) -> Uploaded:
     """Put an artifact's file as its object; the object is durable and seen on return."""
-    found = checked_file(task.place, disk, tick)
+    copy = checked_file(task.place, disk, tick)
     hit("jobs.upload.hashed")
-    place, store = replace(task.place, sha256=found.sha256), open_store(task.place.url)
+    place, store = replace(task.place, sha256=copy.sha256), open_store(task.place.url)
     try:
-        was_there = _put(place, store, disk, is_longer=found.size_bytes > place.size_bytes)
+        was_there = _put(place, store, disk, is_longer=copy.size_bytes > place.size_bytes)
     except AlreadyExists as error:
         raise Corruption(
-            "another object has the artifact's name",
-            hint="nothing was overwritten; check the object, remove it, and upload again",
+            "a different object exists under the artifact's key",
+            hint="nothing was overwritten; check that object, remove it, and upload again",
             artifact=place.key,
             **error.where,
         ) from error
@@ -73,7 +70,7 @@ def upload(task: MoveTask, *, disk: Disk, open_store: OpenStore, tick: Tick = no
     return Uploaded(place.size_bytes, place.sha256, was_there)
 
 
-def _put(place: Place, store: ObjectStore, disk: Disk, *, is_longer: bool) -> bool:
+def _put(place: ArtifactLocation, store: ObjectStore, disk: Disk, *, is_longer: bool) -> bool:
     def is_ours(existing: ExistingObject) -> bool:
         same_size = existing.info.size_bytes == place.size_bytes
         return same_size and not difference(place, look_at_object(place, existing.store), is_file=False)
@@ -89,7 +86,7 @@ def _put(place: Place, store: ObjectStore, disk: Disk, *, is_longer: bool) -> bo
     return store.put(place.object_key, used, create_only=True, identity=is_ours, sha256=place.sha256).adopted
 
 
-def check_size(place: Place, store: ObjectStore) -> None:
+def check_size(place: ArtifactLocation, store: ObjectStore) -> None:
     """Raise unless the object is there and has the right size."""
     size = store.head(place.object_key).size_bytes
     if size != place.size_bytes:
@@ -113,7 +110,7 @@ def check_before_eviction(task: MoveTask, *, open_store: OpenStore, tick: Tick =
     hit("jobs.evict.checked")
 
 
-def remove_local(place: Place, *, disk: Disk) -> None:
+def remove_local(place: ArtifactLocation, *, disk: Disk) -> None:
     """Remove an artifact's file, and what a fetch may have left beside it."""
     for fault in remove_files([place.local, place.staged], disk).values():
         raise fault

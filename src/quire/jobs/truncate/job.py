@@ -1,14 +1,9 @@
 """The truncate job: what a checkpoint absorbed leaves the page index, then its segments are let go.
 
-- Rows at or below `checkpointed_lsn` are answered by chains (P8), so they can go at any time after the checkpoint; in
-  commits of at most 8,192 rows, between which others write, found in transactions that look at 65,536 at most (M4).
-- A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes go when its last reference does: snapshots
-  and forks hold their own (P12). At most 256 of them in one commit.
-- With a window of time travel the segment that the last checkpoint ended in stays until the next one: it knows the size and
-  the time of the version that the chunks hold (P14).
-- Every step may be repeated, and needs the job's lease.
-- Rows above `checkpointed_lsn` all stay, superseded or not: any of their versions may be opened by lsn or time. That bounds
-  the index by the WAL budget; a page's chain is cut by the checkpoint that absorbs it.
+Rows at or below `checkpointed_lsn` are answered by chains (P8), so they can go at any time after the checkpoint; in bounded
+commits, between which others write. Rows above it all stay, superseded or not: any of their versions may be opened by lsn or
+time. A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes go when its last reference does: snapshots
+and forks hold their own (P12). Every step may be repeated, and needs the job's lease.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import Any
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress, commit_step
+from quire.jobs.handler import Completed, Outcome, Progress, commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Op
@@ -48,7 +43,8 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         done = [(k[1], row) for k, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.CHECKPOINTED]
         wal = txn.wal_state(db_id)
     if ctx.settings.time_travel_seconds and wal is not None:
-        done = [(segment_id, row) for segment_id, row in done if row.last_lsn != wal.checkpointed_lsn]  # rule 3
+        # The segment that the last checkpoint ended in knows the size and time of the version that the chunks hold (P14).
+        done = [(segment_id, row) for segment_id, row in done if row.last_lsn != wal.checkpointed_lsn]
     freed = sum(row.used_bytes for _, row in done)
     result = {"rows": dropped, "segments": len(done), "bytes": freed}
     while len(done) > STEP_SEGMENTS:
@@ -56,8 +52,8 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         step, done = done[:STEP_SEGMENTS], done[STEP_SEGMENTS:]
         commit_step(ctx, job, _let_go(ctx, job, step))
         hit("jobs.truncate.moved")
-        Done(events=_events(db_id, step)).log()
-    return Done(result, ops=tuple(_let_go(ctx, job, done)) if done else (), events=_events(db_id, done))
+        Completed(events=_events(db_id, step)).log()
+    return Completed(result, ops=tuple(_let_go(ctx, job, done)) if done else (), events=_events(db_id, done))
 
 
 def _let_go(ctx: JobContext, job: Job, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:

@@ -1,16 +1,12 @@
 """Looking at every byte of an artifact's copies, and comparing them with its row and with each other.
 
-Rules
-  1. An artifact is VERIFIED if every copy that its row promises is there and is what the row says; MISSING if one is not there;
-     ALTERED if one differs.
-  2. A row that knows no sha256 learns it: that of the copies, which must agree. Of a chunk the bitmap of its pages must have
-     the hash that its row says, too.
-  3. A page-WAL segment of which no digest is known yet is read as what it is: header, index region and frames must be whole.
-     Only then is its digest learned.
-  4. Files that are no artifacts (what is being written, tables of key-value databases) are read as their engine reads them;
-     there is no row to keep a verdict in, it is in the job's result.
-  5. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad: the finding carries the
-     error, and no verdict.
+An artifact is VERIFIED if every copy that its row promises is there and is what the row says; MISSING if one is not there;
+ALTERED if one differs. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad:
+the finding carries the error, and no verdict. A row that knows no sha256 learns it: that of the copies, which must agree. Of
+a chunk the bitmap of its pages must have the hash that its row says, too.
+
+Files that are no artifacts (what is being written, tables of key-value databases) are read as their engine reads them; there
+is no row to keep a verdict in, it is in the job's result.
 
 Safe to run on an executor. Raises nothing about an artifact: it is all in the findings.
 """
@@ -27,8 +23,8 @@ from quire.core.errors import Corruption, FormatTooNew, ObjectNotFound, OutOfRan
 from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
-from quire.jobs.copies import Found, difference, look_at_file, look_at_object
-from quire.jobs.locations import OpenStore, Place, Trouble
+from quire.jobs.copies import CopyDigest, difference, look_at_file, look_at_object
+from quire.jobs.locations import ArtifactLocation, AttemptFailures, OpenStore
 from quire.jobs.runner import Tools
 from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
 from quire.manifest.records import VerifyState
@@ -41,18 +37,18 @@ from quire.stream.segment_scan import scan
 class VerifyTask:
     """Artifacts to be looked at."""
 
-    places: tuple[Place, ...]
+    places: tuple[ArtifactLocation, ...]
     bitmaps: tuple[int, ...] = ()
     """The hash of each one's page bitmap, by its row; 0, or none at all, where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ArtifactFinding:
     """What became of one artifact."""
 
-    place: Place
+    place: ArtifactLocation
     state: VerifyState = VerifyState.UNVERIFIED
-    """UNVERIFIED: it could not be read (rule 5)."""
+    """UNVERIFIED: it could not be read."""
     sha256: bytes = b""
     """Of its bytes, where its row knows none and they were verified."""
     problems: tuple[str, ...] = ()
@@ -65,18 +61,18 @@ class Finding:
         return self.state in (VerifyState.MISSING, VerifyState.ALTERED)
 
 
-def run_task(task: VerifyTask, tools: Tools) -> list[Finding]:
+def run_task(task: VerifyTask, tools: Tools) -> list[ArtifactFinding]:
     """`verify`, as a runner calls it."""
     return verify(task, disk=tools.disk, open_store=tools.open_store)
 
 
-def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[Finding]:
+def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[ArtifactFinding]:
     """Look at all of them; a store that does not answer is asked once."""
-    trouble, findings = Trouble(), []
+    trouble, findings = AttemptFailures(), []
     for place, bitmap in zip_longest(task.places, task.bitmaps, fillvalue=0):
-        assert isinstance(place, Place), "there are at most as many bitmaps as places"
+        assert isinstance(place, ArtifactLocation), "there are at most as many bitmaps as places"
         spared = trouble.spares(place)
-        finding = Finding(place, error=trouble.first) if spared else _verify(place, bitmap, disk, open_store)
+        finding = ArtifactFinding(place, error=trouble.first) if spared else _verify(place, bitmap, disk, open_store)
         if (
             finding.state is VerifyState.ALTERED
         ):  # read once more: what is recorded as damage was not garbled on the way
@@ -87,10 +83,10 @@ def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[Findi
     return findings
 
 
-def _verify(place: Place, bitmap: int, disk: Disk, open_store: OpenStore) -> Finding:
+def _verify(place: ArtifactLocation, bitmap: int, disk: Disk, open_store: OpenStore) -> ArtifactFinding:
     if is_stream_segment(place):
         return _verify_segment(place, disk, open_store)
-    copies: dict[str, Found] = {}
+    copies: dict[str, CopyDigest] = {}
     missing: list[str] = []
     try:
         if place.has_local:
@@ -104,46 +100,48 @@ def _verify(place: Place, bitmap: int, disk: Disk, open_store: OpenStore) -> Fin
             except ObjectNotFound:
                 missing.append("the object is not there")
     except QuireError as error:
-        return Finding(place, error=error)
+        return ArtifactFinding(place, error=error)
     hit("jobs.verify.looked")
     altered = [
         f"the {name} is not what was written: {what}"
-        for name, found in copies.items()
-        if (what := difference(place, found, is_file=name == "file"))
+        for name, copy in copies.items()
+        if (what := difference(place, copy, is_file=name == "file"))
     ]
     if not missing and not altered and place.is_page_segment and not (place.sha256 or place.crc64):
         try:
             altered += _segment_damage(place, copies, disk, open_store)
         except QuireError as error:
-            return Finding(place, error=error)
-    if not altered and len({found.sha256 for found in copies.values()}) > 1:
+            return ArtifactFinding(place, error=error)
+    if not altered and len({copy.sha256 for copy in copies.values()}) > 1:
         altered.append("file and object differ, and no digest says which one is right")
     try:
         if not missing and not altered and bitmap and _bitmap_hash(place, disk, open_store) != bitmap:
             altered.append("the bitmap of its pages is not the one that its row describes")
     except QuireError as error:
-        return Finding(place, error=error)
+        return ArtifactFinding(place, error=error)
     if missing or altered:
         state = VerifyState.MISSING if missing else VerifyState.ALTERED
-        return Finding(place, state, problems=(*missing, *altered))
-    learned = next((found.sha256 for found in copies.values()), b"") if not place.sha256 else b""
-    return Finding(place, VerifyState.VERIFIED, learned)
+        return ArtifactFinding(place, state, problems=(*missing, *altered))
+    learned = next((copy.sha256 for copy in copies.values()), b"") if not place.sha256 else b""
+    return ArtifactFinding(place, VerifyState.VERIFIED, learned)
 
 
-def _verify_segment(place: Place, disk: Disk, open_store: OpenStore) -> Finding:
+def _verify_segment(place: ArtifactLocation, disk: Disk, open_store: OpenStore) -> ArtifactFinding:
     """Of a stream: its copies differ in their bytes, and hold the same records."""
     try:
         missing, altered = look_at_segment(place, disk=disk, open_store=open_store)
     except QuireError as error:
-        return Finding(place, error=error)
+        return ArtifactFinding(place, error=error)
     if missing or altered:
         state = VerifyState.MISSING if missing else VerifyState.ALTERED
-        return Finding(place, state, problems=(*missing, *altered))
-    return Finding(place, VerifyState.VERIFIED)
+        return ArtifactFinding(place, state, problems=(*missing, *altered))
+    return ArtifactFinding(place, VerifyState.VERIFIED)
 
 
-def _segment_damage(place: Place, copies: dict[str, Found], disk: Disk, open_store: OpenStore) -> Iterator[str]:
-    """What is wrong with the copies of a page-WAL segment (rule 3)."""
+def _segment_damage(
+    place: ArtifactLocation, copies: dict[str, CopyDigest], disk: Disk, open_store: OpenStore
+) -> Iterator[str]:
+    """What is wrong with the copies of a page-WAL segment: its digest is learned only if it reads as one."""
     ids: dict[str, Any] = {"path": place.local, "db_id": place.key.origin_db_id, "segment_id": place.key.id}
     if "file" in copies:
         file = disk.open(place.local, write=False)
@@ -164,7 +162,7 @@ def _segment_damage(place: Place, copies: dict[str, Found], disk: Disk, open_sto
 
 # ── files that are no artifacts ───────────────────────────────────────────────────────────────────────────────────────
 class FileKind(StrEnum):
-    """How a file that is no artifact is read (rule 4)."""
+    """How a file that is no artifact is read."""
 
     PAGE_WAL = "page-WAL segment (open)"
     STREAM = "stream segment (open)"
@@ -245,7 +243,7 @@ def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
         return [error.what]
 
 
-def _bitmap_hash(place: Place, disk: Disk, open_store: OpenStore) -> int:
+def _bitmap_hash(place: ArtifactLocation, disk: Disk, open_store: OpenStore) -> int:
     """Of a chunk whose bytes are as they should be: its footer is read again, and nothing else."""
     if place.has_local:
         file = disk.open(place.local, write=False)

@@ -1,61 +1,72 @@
-"""`quire.kv`: the keys and values of a key-value database, as of now or of any snapshot.
+"""`quire.kv`: the keys and values of a key-value database, as of now or of any snapshot; and loads into one.
 
     (spark.read.format("quire.kv").option("store", path).option("database", "cart")
         .option("snapshot", "monday").option("prefix", "user/").load())
+    df.select("key", "value").write.format("quire.kv").mode("append").options(store=path, database="cart").save()
 
-Terms
-  piece   a range of keys: what one task reads, merged from all tables that have keys of it
+Executors must see the directory of the store.
 
-Rules
-  1. A DataFrame reads one version: the snapshot that is asked for, or what is newest when its first query is planned, which is
-     kept until `keep_seconds` after it was last read (`leases.py`). Executors read its tables, which nobody changes.
-  2. Pieces are cut at the tables' blocks, so that each has about the same number of bytes. No key is in two pieces.
-  3. `prefix`, or `low` and `high`, say which keys are read.
-  4. Executors must see the directory of the store.
+Reading: a DataFrame reads one version, the snapshot that is asked for, or the newest one when its first query is planned,
+which is kept until `keep_seconds` after the last read. A task reads a range of keys, merged from all tables that have keys of
+it; ranges are cut at the tables' blocks, so that each has about the same number of bytes, and no key is in two of them.
 
-Options: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for bytes), `keys` and
-`values` (`binary` or `string`), `columns` (with commas), `partitions`. For writing: `kv_writer.py`.
+Writing: rows become tables, on executors, and enter the database in one step.
+
+- Columns `key` and `value`, bytes or text; a null value deletes its key. Rows may come in any order: a task sorts what it
+  gets. Range-partitioned rows (`kv_load.bulk_load`) give tables that need no compaction.
+- All of a load has one lsn, from when its first task began: older than what is written after that, newer than what was there.
+  A key that comes twice is refused: neither would be the newer one.
+- Tasks write tables beside those of the database, under ids that its manifest gave to this task alone. Spark names the tables
+  of the attempts that count, the owner takes exactly those with one event, and removes the files of all others.
+- The database remembers the load: a commit whose answer was lost is asked for again, and answered.
+
+Options of reading: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for bytes),
+`keys` and `values` (`binary` or `string`), `columns`, `partitions`. Of writing, with save mode `append`: `database`, `create`
+(the default is `true`: make the database if there is none).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+import pyarrow as pa
+from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from quire.core.errors import InvalidInput, UnknownSnapshot
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.durable.names import LsmHome
+from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
+from quire.lsm.sst_writer import TableOptions
 from quire.lsm.view import LSN_MAX, prefix_end
-from quire.spark.sources.leases import KEEP_SECONDS, kept
-from quire.spark.sources.options import Options
-from quire.spark.sources.shapes import arrow_schema, default_partitions
+from quire.service.tickets import KV_IDS, Shelf, TakeIds
+from quire.spark.sources.base import KEEP_SECONDS, LoadWriter, Options, QuireSource, SourceReader
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql.datasource import DataSourceWriter
-
     from quire.lsm.engine import KvVersion
+    from quire.service.channel import Channel
 
-READING = ("database", "snapshot", "keep_seconds", "prefix", "low", "high", "keys", "values", "columns", "partitions")
+COLUMNS = ("key", "value")
 WRITING = ("database", "create")
 
 PIECE_BYTES = 4 * MIB
 """Less than this is not cut: a task costs more."""
 
+IDS_AT_ONCE = 4
+"""Asked for together: a call costs the owner a sync, an id costs nothing."""
+
 KINDS = {"binary": BinaryType(), "string": StringType()}
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class KeyRange:
     """Keys in [low, high); `None` for no end."""
 
     low: bytes = b""
@@ -66,72 +77,41 @@ class Range:
         return self.high is not None and self.low >= self.high
 
 
-class KvSource(DataSource):
-    """See the rules above."""
-
-    @classmethod
-    def name(cls) -> str:
-        return "quire.kv"
-
-    def schema(self) -> StructType:
-        options = _options(self.options)
-        kinds = {name: options.one_of(f"{name}s", ("binary", "string")) for name in ("key", "value")}
-        chosen = options.names("columns") or list(kinds)
-        if unknown := [name for name in chosen if name not in kinds]:
-            raise InvalidInput("the columns are `key` and `value`", given=unknown)
-        return StructType([StructField(name, KINDS[kinds[name]], nullable=False) for name in chosen])
-
-    def reader(self, schema: StructType) -> KvReader:
-        return KvReader(_options(self.options), schema)
-
-    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from quire.spark.sources.kv_writer import KvWriter
-
-        return KvWriter(Options(self.options, source="writing to quire.kv", known=WRITING), schema, overwrite=overwrite)
-
-
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KeyRangeTask:
     """What a task reads."""
 
     directory: str
     sst_ids: tuple[int, ...]
-    range: Range
+    range: KeyRange
     lease_id: int = 0
 
 
-class KvPartition(InputPartition):
-    """A piece, for Spark."""
-
-    def __init__(self, piece: Piece) -> None:
-        super().__init__(piece)
-
-
-class KvReader(DataSourceReader):
-    """Plans where the query is planned, reads on executors."""
+class KvReader(SourceReader):
+    """Ranges of keys of one version."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        self.access = options.access()
+        super().__init__(options, schema)
         self.database = options.need("database")
         self.snapshot = options.text("snapshot")
         self.range = asked_range(options)
-        self.schema = schema
-        self._keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
-        self._wanted = options.number("partitions", default_partitions(), least=1)
+        self.keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
 
-    def partitions(self) -> Sequence[InputPartition]:
-        """Pieces of one version, cut at the tables' blocks so that no key is in two of them (rules 1 and 2)."""
+    def plan(self) -> list[KeyRangeTask]:
         if self.range.is_empty:
-            return [InputPartition(None)]
+            return []
         lease_id, version = self._version()
-        pieces = cut(version.directory, version.sst_ids, self.range, self._wanted)
-        return [KvPartition(replace(piece, lease_id=lease_id)) for piece in pieces] or [InputPartition(None)]
+        tasks = cut(version.directory, version.sst_ids, self.range, self.partitions_max)
+        return [replace(task, lease_id=lease_id) for task in tasks]
+
+    def lease_of(self, part: KeyRangeTask) -> int:
+        return part.lease_id
 
     def _version(self) -> tuple[int, KvVersion]:
         """(what keeps it, if no snapshot does; the version)."""
         with self.access.connect() as client:
             if not self.snapshot:
-                lent = client.lend_kv(self.database, self._keep_seconds)
+                lent = client.lend_kv(self.database, self.keep_seconds)
                 return lent.lease_id, lent.version
             try:
                 return 0, client.kv_version(self.database, self.snapshot)
@@ -140,27 +120,21 @@ class KvReader(DataSourceReader):
                     raise
                 return 0, client.kv_version(self.database, int(self.snapshot))
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a task's piece."""
-        piece: Piece | None = partition.value
-        if piece is None:
-            return
-        wanted = arrow_schema(self.schema)
-        keep = kept(self.access, piece.lease_id, self._keep_seconds)
-        with keep, opened(piece.directory, piece.sst_ids) as tables:
-            for batch in scan_parts(tables, piece.range.low, piece.range.high, LSN_MAX):
-                yield _shaped(batch, wanted)
+    def batches(self, part: KeyRangeTask, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        with opened(part.directory, part.sst_ids) as tables:
+            for batch in scan_parts(tables, part.range.low, part.range.high, LSN_MAX):
+                yield _shaped(batch, schema)
 
 
-def cut(directory: str, sst_ids: Sequence[int], asked: Range, wanted: int) -> Iterator[Piece]:
-    """A range as about so many pieces (rule 2)."""
+def cut(directory: str, sst_ids: Sequence[int], asked: KeyRange, wanted: int) -> Iterator[KeyRangeTask]:
+    """A range as about so many tasks."""
     with opened(directory, sst_ids) as tables:
         total = sum(size for table in tables for _, size in table.marks(asked.low, asked.high))
         share = max(PIECE_BYTES, -(-total // wanted))
         for low, high in parts(tables, asked.low, asked.high, first_bytes=share, bytes_max=share):
             ids = [t.meta.sst_id for t in tables if t.meta.key_max >= low and (high is None or t.meta.key_min < high)]
             if ids:
-                yield Piece(directory, tuple(ids), Range(low, high))
+                yield KeyRangeTask(directory, tuple(ids), KeyRange(low, high))
 
 
 @contextmanager
@@ -183,8 +157,6 @@ def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[SSTable]]:
 
 
 def _shaped(batch: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
-    import pyarrow as pa
-
     columns = []
     for field in wanted:
         try:
@@ -196,15 +168,15 @@ def _shaped(batch: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=wanted)
 
 
-def asked_range(options: Options) -> Range:
+def asked_range(options: Options) -> KeyRange:
     """What `prefix`, or `low` and `high`, say."""
     prefix, low, high = (options.text(name) for name in ("prefix", "low", "high"))
     if prefix and (low or high):
         raise InvalidInput("a query has a prefix or a range", hint="leave `prefix`, or `low` and `high`, out")
     if prefix:
         begin = _key("prefix", prefix)
-        return Range(begin, prefix_end(begin))
-    return Range(_key("low", low), _key("high", high) if high else None)
+        return KeyRange(begin, prefix_end(begin))
+    return KeyRange(_key("low", low), _key("high", high) if high else None)
 
 
 def _key(name: str, text: str) -> bytes:
@@ -216,5 +188,119 @@ def _key(name: str, text: str) -> bytes:
         raise InvalidInput(f"the option `{name}` is not hexadecimal", given=text) from error
 
 
-def _options(given: Any) -> Options:
-    return Options(given, source="quire.kv", known=READING)
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass
+class TablesMessage(WriterCommitMessage):
+    """What a task tells the driver: the tables that its attempt has written."""
+
+    ids: tuple[int, ...]
+    rows: int
+
+
+class KvWriter(LoadWriter):
+    """See above."""
+
+    def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
+        if overwrite:
+            raise InvalidInput(
+                "a key-value database is written with mode('append')", hint="drop it first, or load into another one"
+            )
+        super().__init__(options)
+        self.places = _places(schema)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TablesMessage:
+        """Write a task's rows as tables."""
+        with closing(self.access.channel()) as channel:
+            shelves = _Shelves(channel, TakeIds(self.load, self.database, IDS_AT_ONCE, self.create))
+            writer: BulkWriter | None = None
+            key, value = self.places
+            for batch in iterator:
+                if writer is None:
+                    writer = BulkWriter(OsDisk(), shelves.place(), shelves.take)
+                writer.add(batch.column(key), batch.column(value))
+            return TablesMessage(tuple(writer.finish()), writer.rows) if writer is not None else TablesMessage((), 0)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Have the owner take everything."""
+        ids = [sst_id for message in messages if isinstance(message, TablesMessage) for sst_id in message.ids]
+        with self.access.connect() as client:
+            client.publish_tables(self.load, self.database, ids, create=self.create)
+
+    def abort(self, _: list[WriterCommitMessage | None]) -> None:
+        """Have the owner remove the tables that the tasks wrote."""
+        with self.access.connect() as client:
+            client.drop_tables(self.load)
+
+
+class _Shelves:
+    """Ids of a task, asked for as they are needed."""
+
+    def __init__(self, channel: Channel, request: TakeIds) -> None:
+        self._channel = channel
+        self._request = request
+        self._shelf: Shelf | None = None
+        self._left: list[int] = []
+
+    def place(self) -> LoadTarget:
+        """Where and how to write."""
+        shelf = self._ask(IDS_AT_ONCE)
+        if not os.path.isdir(os.path.join(shelf.directory, "sst")):
+            raise InvalidInput(
+                "this executor does not see the database's directory",
+                hint="a load needs a disk that the owner and the executors share",
+                path=shelf.directory,
+            )
+        options = TableOptions(
+            block_bytes=shelf.block_bytes,
+            compression=shelf.compression,
+            bloom_bits_per_key=shelf.bloom_bits_per_key,
+        )
+        return LoadTarget(directory=shelf.directory, lsn=shelf.lsn, table_bytes=shelf.table_bytes, options=options)
+
+    def take(self, count: int) -> Sequence[int]:
+        """So many ids."""
+        if len(self._left) < count:
+            self._ask(max(IDS_AT_ONCE, count - len(self._left)))
+        taken, self._left = self._left[:count], self._left[count:]
+        return taken
+
+    def _ask(self, count: int) -> Shelf:
+        asked = TakeIds(self._request.load, self._request.database, count, self._request.create)
+        shelf: Shelf = self._channel.ask(KV_IDS, asked)
+        if self._shelf is not None and shelf.lsn != self._shelf.lsn:
+            raise InvalidInput("the owner has restarted, and knows nothing of this load", hint="run the job again")
+        self._shelf = shelf
+        self._left += shelf.ids
+        return shelf
+
+
+def _places(schema: StructType) -> tuple[int, int]:
+    """Where in a batch `key` and `value` are."""
+    if sorted(schema.names) != sorted(COLUMNS):
+        hint = 'df.select(col("…").alias("key"), col("…").alias("value"))'
+        raise InvalidInput("a key-value database takes the columns `key` and `value`", hint=hint, given=schema.names)
+    for field in schema.fields:
+        if not isinstance(field.dataType, BinaryType | StringType):
+            raise InvalidInput(
+                f"keys and values are binary or string, not {field.dataType.simpleString()}",
+                hint="cast the column, or to_json(…)",
+                column=field.name,
+            )
+    return schema.names.index("key"), schema.names.index("value")
+
+
+class KvSource(QuireSource):
+    """See above."""
+
+    NAME = "quire.kv"
+    KNOWN = ("database", "snapshot", "keep_seconds", "prefix", "low", "high", "keys", "values", "columns", "partitions")
+    READER = KvReader
+
+    def schema(self) -> StructType:
+        options = self.parse(self.options)
+        kinds = {name: options.one_of(f"{name}s", ("binary", "string")) for name in COLUMNS}
+        chosen = options.columns(COLUMNS, of="a key-value database")
+        return StructType([StructField(name, KINDS[kinds[name]], nullable=False) for name in chosen])
+
+    def writer(self, schema: StructType, overwrite: bool) -> KvWriter:
+        return KvWriter(Options(self.options, source="writing to quire.kv", known=WRITING), schema, overwrite=overwrite)

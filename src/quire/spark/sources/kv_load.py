@@ -1,21 +1,15 @@
 """Bulk loads of a DataFrame in any order: partitioned by ranges of keys, then sorted and written as tables by each task.
 
-    from quire.spark.sources.kv_load import bulk_load
-
     bulk_load(df.selectExpr("user_id AS key", "to_json(struct(*)) AS value"), store, "users")
 
 Why not the plain writer: its tasks would each have keys from everywhere, so that their tables overlap and a compaction has to
 read all of it again. Here each task has a range of its own: tables are disjoint, and stay where they are. Tasks sort with
 Arrow (`lsm/bulk.py`), which takes a fraction of what `sortWithinPartitions` does.
 
-Why not `repartitionByRange`: to find its ranges it runs the whole query once more, all columns of it. The ranges are found here
-from a sample of the keys alone, for which a columnar file is not read whole, and each row is sent to its range by comparisons
-that Spark compiles.
-
-Rules
-  1. Where the ranges are cut is a matter of balance only: whatever the sample says, each key is in one range.
-  2. The frame runs twice, once for its keys. If it gives other rows the second time, balance suffers and nothing else.
-  3. The driver holds at most `2 * KEYS_MAX` keys of each task.
+Why not `repartitionByRange`: to find its ranges it runs the whole query once more, all columns of it. Here the ranges are
+found from a sample of the keys alone, and each row is sent to its range by comparisons that Spark compiles. Whatever the
+sample says, each key is in one range; a frame that gives other rows the second time loses balance and nothing else. The
+driver holds at most `2 * KEYS_MAX` keys of each task.
 
 Threads: any. Raises what Spark raises, with our errors in it.
 """
@@ -24,15 +18,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame
+from pyspark.sql.functions import col, lit, when
 
 from quire.spark.access import Served, options_of
 from quire.spark.sessions import make_active
-from quire.spark.sources.shapes import default_partitions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import Column, DataFrame
+from quire.spark.sources.base import default_partitions
 
 RANGES_MAX = 256
 """With more of them the expression would grow large, which was not tried; Spark finds those ranges then."""
@@ -70,8 +64,6 @@ def bulk_load(
 
 def in_ranges(pairs: DataFrame, partitions: int) -> DataFrame:
     """The same rows, in partitions with disjoint ranges of keys of about the same size."""
-    from pyspark.sql.functions import col
-
     if not 2 <= partitions <= RANGES_MAX:
         return pairs.repartitionByRange(partitions, "key")
     key = col("key").cast("binary")
@@ -93,21 +85,17 @@ def even_cuts(sample: pa.Table, parts: int) -> list[bytes]:
     >>> even_cuts(pa.table({"key": [b"a", b"b"], "stands_for": [1, 9]}), 4)
     [b'b']
     """
-    import numpy as np
-
     sample = sample.sort_by("key")
     if not sample.num_rows:
         return []
     behind = np.cumsum(sample["stands_for"].to_numpy())
     at = np.searchsorted(behind, behind[-1] * np.arange(1, parts) / parts, side="right")
-    found = sample["key"].take(np.minimum(at, sample.num_rows - 1)).to_pylist()
-    return sorted(set(found) - {sample["key"][0].as_py()})
+    cuts = sample["key"].take(np.minimum(at, sample.num_rows - 1)).to_pylist()
+    return sorted(set(cuts) - {sample["key"][0].as_py()})
 
 
 def _range_of(key: Column, cuts: Sequence[bytes], first: int) -> Column:
     """The number of a key's range, from `first` on: a search by halves."""
-    from pyspark.sql.functions import lit, when
-
     if not cuts:
         return lit(first)
     middle = len(cuts) // 2
@@ -116,9 +104,7 @@ def _range_of(key: Column, cuts: Sequence[bytes], first: int) -> Column:
 
 
 def _thinned(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Of a task's keys every n-th, n as large as must be (rule 3). Runs on executors."""
-    import pyarrow as pa
-
+    """Of a task's keys every n-th, n as large as must be. Runs on executors."""
     kept, step, seen = list[pa.Array](), 1, 0
     for batch in batches:
         keys = batch.column(0).drop_null()

@@ -2,35 +2,23 @@
 
     spark.read.format("quire.pages").option("store", path).option("database", "shop").option("snapshot", "monday").load()
 
-Terms
-  row   `database`, `page` (from 0), `data`: every page of the version, those that were never written as zeros
+A row is `database`, `page` (from 0), `data`: every page of the version, those that were never written as zeros. Tasks are
+runs of slots: a chunk is read by one task, from its object, without the owner.
 
-Rules
-  1. Tasks are runs of slots: a chunk is read by one task, from its object, without the owner.
-  2. `start` and `end`, exclusive, are the pages that are read.
-
-Options: `start`, `end`, and `database` or `databases`, `snapshot`, `keep_seconds`, `upload`, `partitions` (`views.py`).
+Options: `start` and `end`, exclusive, are the pages that are read; and those of `views.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+import pyarrow as pa
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
-from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
-from quire.pages.view import SnapshotView
 from quire.spark.sources import views
-from quire.spark.sources.leases import kept
-from quire.spark.sources.options import Options
-from quire.spark.sources.shapes import arrow_schema, default_partitions
-from quire.spark.sources.views import Asked, Piece, Version, dealt, opened
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from quire.spark.sources.base import Options, QuireSource
+from quire.spark.sources.views import DatabaseVersion, PiecesReader, ViewPiece, dealt, opened
 
 SCHEMA = StructType(
     [
@@ -43,89 +31,60 @@ SCHEMA = StructType(
 BATCH_BYTES = 4 * MIB
 PAGES_MAX = 1 << 32
 
-Run = tuple[int, int]
+PageRun = tuple[int, int]
 """[start, stop) of pages."""
 
 
-class PagesSource(DataSource):
-    """See the rules above."""
+class PagesReader(PiecesReader):
+    """Runs of pages, slot by slot."""
 
-    @classmethod
-    def name(cls) -> str:
-        return "quire.pages"
+    def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options, schema)
+        options.need_schema(schema, SCHEMA)
+        self._first = options.number("start", 0)
+        self._stop = options.number("end", PAGES_MAX)
+
+    def plan(self) -> list[list[ViewPiece[PageRun]]]:
+        with self.access.connect() as client:
+            versions = self.request.versions(client, self.request.names(client))
+        pieces = [piece for version in versions for piece in self._pieces(version)]
+        return dealt(pieces, max(self.partitions_max, len(pieces) // 64))
+
+    def _pieces(self, version: DatabaseVersion) -> Iterator[ViewPiece[PageRun]]:
+        view = version.view
+        for start in range(0, view.size_pages, view.pages_per_chunk):
+            run = max(start, self._first), min(start + view.pages_per_chunk, view.size_pages, self._stop)
+            if run[0] < run[1]:
+                yield ViewPiece(version, run, (run[1] - run[0]) * view.page_size)
+
+    def batches(self, part: list[ViewPiece[PageRun]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for piece in part:
+            step = max(BATCH_BYTES // piece.version.view.page_size, 1)
+            with opened(piece.version) as reader:
+                rows: list[tuple[int, bytes]] = []
+                for row in reader.scan(*piece.part):
+                    rows.append(row)
+                    if len(rows) >= step:
+                        yield _batch(piece.version.database, rows, schema)
+                        rows = []
+                if rows:
+                    yield _batch(piece.version.database, rows, schema)
+
+
+class PagesSource(QuireSource):
+    """See above."""
+
+    NAME = "quire.pages"
+    KNOWN = (*views.OPTIONS, "start", "end")
+    READER = PagesReader
 
     def schema(self) -> StructType:
         return SCHEMA
 
-    def reader(self, schema: StructType) -> PagesReader:
-        return PagesReader(_options(self.options), schema)
 
-
-class PagesPartition(InputPartition):
-    """Runs of pages that one task reads."""
-
-    def __init__(self, pieces: list[Piece[Run]]) -> None:
-        super().__init__(pieces)
-
-
-class PagesReader(DataSourceReader):
-    """Plans where the query is planned, reads on executors."""
-
-    def __init__(self, options: Options, schema: StructType) -> None:
-        if schema.simpleString() != SCHEMA.simpleString():
-            raise InvalidInput("the schema of quire.pages is fixed", hint="leave .schema(…) out")
-        self.access = options.access()
-        self.asked = Asked(options)
-        self._wanted = options.number("partitions", default_partitions(), least=1)
-        self._first = options.number("start", 0)
-        self._stop = options.number("end", PAGES_MAX)
-
-    def partitions(self) -> Sequence[InputPartition]:
-        """Runs of slots: each chunk is read by one task, without the owner (rule 1)."""
-        with self.access.connect() as client:
-            versions = self.asked.versions(client, self.asked.names(client))
-        pieces = [piece for version in versions for piece in _pieces(version, self._first, self._stop)]
-        return [PagesPartition(heap) for heap in dealt(pieces, max(self._wanted, len(pieces) // 64))]
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The pages of a task."""
-        pieces: list[Piece[Run]] = partition.value or []
-        with kept(self.access, pieces[0].version.lease_id if pieces else 0, self.asked.keep_seconds):
-            for piece in pieces:
-                yield from _read(piece)
-
-
-def _read(piece: Piece[Run]) -> Iterator[pa.RecordBatch]:
-    with opened(piece.version) as reader:
-        rows: list[tuple[int, bytes]] = []
-        for page, image in reader.scan(*piece.part):
-            rows.append((page, image))
-            if len(rows) * piece.version.view.page_size >= BATCH_BYTES:
-                yield _batch(piece.version.database, rows)
-                rows = []
-        if rows:
-            yield _batch(piece.version.database, rows)
-
-
-def _pieces(version: Version, first: int, stop: int) -> Iterator[Piece[Run]]:
-    view: SnapshotView = version.view
-    for start in range(0, view.size_pages, view.pages_per_chunk):
-        run = max(start, first), min(start + view.pages_per_chunk, view.size_pages, stop)
-        if run[0] < run[1]:
-            yield Piece(version, run, (run[1] - run[0]) * view.page_size)
-
-
-def _batch(database: str, rows: list[tuple[int, bytes]]) -> pa.RecordBatch:
-    import pyarrow as pa
-
+def _batch(database: str, rows: list[tuple[int, bytes]], schema: pa.Schema) -> pa.RecordBatch:
     pages, images = zip(*rows)
-    columns = [
-        pa.array([database] * len(rows), pa.string()),
-        pa.array(pages, pa.int64()),
-        pa.array(images, pa.binary()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(SCHEMA))
-
-
-def _options(given: Any) -> Options:
-    return Options(given, source="quire.pages", known=(*views.OPTIONS, "start", "end"))
+    columns = ([database] * len(rows), pages, images)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(values, field.type) for values, field in zip(columns, schema)], schema=schema
+    )

@@ -3,27 +3,28 @@
     spark.read.format("quire.stream").option("store", path).option("stream", "clicks").load()
     spark.readStream.format("quire.stream").option("store", path).option("stream", "clicks").option("consumer", "etl").load()
 
-Terms
-  record   `id`, `timestamp` (when it became durable), `payload`
-  part     consecutive records, and the segments they are in: what one task reads
+A record is `id`, `timestamp` (when it became durable), `payload`.
 
-Rules
-  1. A range is read whole or not at all: who asks for records that are no longer retained, or go while they are read, hears
-     `CursorLost`. Without `end` it ends with what is durable when the query is planned.
-  2. Parts are about the same size by their bytes, and begin with a segment where segments are small enough.
-  3. Executors that see the store's directory read its files; others read ranges of objects, and what is in none yet they have
-     uploaded first (`upload`: `auto`; `true`: before the query runs; `false`: never). See `stream/remote_read.py`.
-  4. With `since` (a time, or milliseconds since 1970) records that became durable before it are left out, whole segments of
-     them without being read.
+- A range is read whole or not at all: records that are no longer retained, or go while they are read, are `CursorLost`.
+  Without `end` it ends with what is durable when the query is planned.
+- Tasks have about the same number of bytes, and begin with a segment where segments are small enough.
+- Executors that see the store's directory read its files; others read ranges of objects (`stream/remote_read.py`).
+- A streaming query's offset is {"store": id, "stream": id, "record": n}: everything below n has been read. It begins where
+  its consumer stands; one that does not exist is registered at `start`. Nothing from a consumer's position on is retired
+  while it holds.
 
-Options: `stream`; `columns` (with commas), `upload`, `partitions` at most. Of a range: `start` (default: the first record
-kept), `end`, exclusive, `since`. Those of a streaming query: `stream_queries.py`.
+Options: `stream`; `columns`; `partitions` at most; `upload` of what is in no object yet: `auto` (by executors that need it),
+`true` (before the query runs), `false`. Of a range: `start` (default: the first record kept), `end`, exclusive, `since` (a
+time, or milliseconds since 1970: records that became durable before it are left out, whole segments of them without being
+read). Of a streaming query: `consumer`; `start` for a new consumer: `oldest` (the default), `latest`, or the id of the first
+record wanted; `max_records` in a batch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -31,28 +32,47 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
-from quire.objects.api import ObjectStore
+from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
-from quire.spark.access import Access, object_options
-from quire.spark.sources.options import Options
-from quire.spark.sources.shapes import arrow_schema, default_partitions, fitted, spark_schema
+from quire.service.tickets import (
+    STREAM_ACK,
+    STREAM_POSITION,
+    STREAM_REGISTER,
+    STREAM_SHARE,
+    STREAM_WAIT,
+    AckRecords,
+    OfConsumer,
+    OfStream,
+    RegisterConsumer,
+    WaitForRecord,
+)
+from quire.spark.access import object_options
+from quire.spark.sources.base import (
+    WAIT_SECONDS,
+    Offset,
+    Options,
+    QueryReader,
+    QuireSource,
+    SourceReader,
+    default_partitions,
+    fitted,
+    spark_schema,
+)
 from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
 from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from quire.service.channel import Channel
-
-OPTIONS = ("stream", "columns", "upload", "partitions", "start", "end", "since", "consumer", "max_records")
 
 PART_BYTES_MIN = MIB
 """Fewer bytes are not worth a task of their own."""
@@ -61,8 +81,8 @@ UPLOAD_SECONDS = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Records with start ≤ id < stop."""
+class RecordRange:
+    """Records with start ≤ id < stop: what one task reads."""
 
     start: int
     stop: int
@@ -72,59 +92,29 @@ class Part:
     """How their object store is reached."""
 
 
-class StreamPartition(InputPartition):
-    """What one task reads."""
-
-    def __init__(self, part: Part) -> None:
-        super().__init__(part)
-
-
-class StreamSource(DataSource):
-    """See the rules above."""
-
-    @classmethod
-    def name(cls) -> str:
-        return "quire.stream"
-
-    def schema(self) -> StructType:
-        return shape(_options(self.options))
-
-    def reader(self, schema: StructType) -> StreamReader:
-        return StreamReader(_options(self.options), schema)
-
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark gives the name
-        from quire.spark.sources.stream_queries import StreamQueryReader
-
-        return StreamQueryReader(_options(self.options), schema)
-
-
 class Records:
     """The records of one stream: found where a query is planned, read on executors. Small, picklable."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        if schema.simpleString() != shape(options).simpleString():
-            raise InvalidInput("the schema of quire.stream is fixed", hint="leave .schema(…) out, use `columns`")
-        self.access: Access = options.access()
+        options.need_schema(schema, shape(options))
+        self.access = options.access()
         self.stream = options.need("stream")
-        self.schema = schema
         self.upload = options.one_of("upload", ("auto", "true", "false"))
-        self.wanted = options.number("partitions", default_partitions(), least=1)
+        self.partitions_max = options.number("partitions", default_partitions(), least=1)
         self.since_ms = 0
-        """The option `since` (rule 4); streaming queries have none, they begin where their consumer stands."""
+        """The option `since` of a range; streaming queries begin where their consumer stands."""
         self._options: dict[str, StoreOptions] | None = None
-        """How object stores are reached, when they were asked for where a query is planned."""
+        """How object stores are reached, once that was looked up where a query is planned."""
 
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> SharedStream:
         """Where records are; no more segments than one answer has room for."""
-        from quire.service.tickets import STREAM_SHARE, OfStream
-
         request = OfStream(self.stream, start, stop, upload)
-        how = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}
-        found: SharedStream = channel.ask(STREAM_SHARE, request, **how)
-        return found
+        limits = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}
+        share: SharedStream = channel.ask(STREAM_SHARE, request, **limits)
+        return share
 
-    def parts(self, channel: Channel, start: int | None, stop: int | None) -> list[Part]:
-        """The parts of a range (rules 1 and 2)."""
+    def parts(self, channel: Channel, start: int | None, stop: int | None) -> list[RecordRange]:
+        """The parts of a range."""
         upload = self.upload == "true"
         whole = self.share(channel, start, stop, upload=upload)
         first = whole.first_record if start is None else start
@@ -135,92 +125,56 @@ class Records:
             if not more:
                 break  # the rest is being sealed: whoever reads it asks again
             segments += more
-        while segments and 0 < segments[0].sealed_ms < self.since_ms:  # rule 4: nothing in it is as young as that
+        while segments and 0 < segments[0].sealed_ms < self.since_ms:  # nothing in it is as young as that
             first = max(first, segments.pop(0).end_record)
         if self._options is None:
-            from quire.service.messages import Nothing
+            from quire.service.messages import Nothing  # needs lmdb, which executors have not
 
             self._options = object_options(channel.call("hello", Nothing()))
         options = self._options.get(whole.objects_url)
-        return [replace(part, options=options) for part in split(whole, segments, first, last, self.wanted)]
+        return [replace(part, options=options) for part in split(whole, segments, first, last, self.partitions_max)]
 
-    def read(self, part: Part | None) -> Iterator[pa.RecordBatch]:
+    def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """The records of a part."""
-        if part is None:  # Spark makes one partition of none
-            return
-        share, wanted = part.share, arrow_schema(self.schema)
-        channel, stores = self.access.channel(), list[ObjectStore]()
-        try:
+        share = part.share
+        stores = StorePool(lambda url: open_store(url, options=part.options))
+        with closing(self.access.channel()) as channel, closing(stores):
             reader = SharedReader(
                 StreamFiles(OsDisk(), share.root, share.stream_id),
-                partial(_opened, stores, share.objects_url, part.options),
+                partial(stores, share.objects_url),
                 share.stream_id,
                 partial(self._locate, channel, share.stream_id),
                 uploads=self.upload != "false",
             )
             for batch in reader.batches(share.segments, part.start, part.stop):
-                yield fitted(_since(batch, self.since_ms), wanted)
-        finally:
-            channel.close()
-            for store in stores:
-                store.close()
+                yield fitted(_since(batch, self.since_ms), schema)
 
     def _locate(self, channel: Channel, stream_id: int, start: int, stop: int, upload: bool) -> SharedStream:
-        found = self.share(channel, start, stop, upload=upload)
-        if found.stream_id != stream_id:
+        share = self.share(channel, start, stop, upload=upload)
+        if share.stream_id != stream_id:
             raise CursorLost("the stream was dropped, and made anew", hint="begin again", stream=self.stream)
-        return found
+        return share
 
 
-class StreamReader(DataSourceReader):
-    """A range of records."""
-
-    def __init__(self, options: Options, schema: StructType) -> None:
-        for name in ("consumer", "max_records"):
-            if options.text(name):
-                raise InvalidInput(f"`{name}` is for streaming queries", hint="use start and end, or readStream")
-        self.records = Records(options, schema)
-        self._start = options.number("start", 0)
-        self._end = options.number("end", 0)
-        self.records.since_ms = moment_ms(options.text("since"))
-
-    def partitions(self) -> Sequence[InputPartition]:
-        """Rule 1, as far as it can be known before."""
-        records = self.records
-        channel = records.access.channel()
-        try:
-            whole = records.share(channel, self._start or None, 1)  # of no segments: only where it begins and ends
-            start, stop = self._start or whole.first_record, self._end or whole.end_record
-            if stop > whole.end_record:
-                raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
-            if start >= stop:
-                return []
-            return [StreamPartition(part) for part in records.parts(channel, start, stop)]
-        finally:
-            channel.close()
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The records of a part."""
-        return self.records.read(partition.value)
-
-
-def split(whole: SharedStream, segments: Sequence[SharedSegment], start: int, stop: int, parts: int) -> list[Part]:
-    """A range in at most so many parts of about the same size (rule 2); none if it is empty."""
+def split(
+    whole: SharedStream, segments: Sequence[SharedSegment], start: int, stop: int, parts: int
+) -> list[RecordRange]:
+    """A range in at most so many parts of about the same size; none if it is empty."""
     if start >= stop:
         return []
-    inside = [each for each in _cuts(segments, parts) if start < each < stop]
-    found = []
+    inside = [cut for cut in _cuts(segments, parts) if start < cut < stop]
+    ranges = []
     for begin, end in zip([start, *inside], [*inside, stop]):
-        mine = tuple(each for each in segments if each.base_record < end and each.end_record > begin)
-        found.append(Part(begin, end, msgspec.structs.replace(whole, segments=mine)))
-    return found
+        within = tuple(segment for segment in segments if segment.base_record < end and segment.end_record > begin)
+        ranges.append(RecordRange(begin, end, msgspec.structs.replace(whole, segments=within)))
+    return ranges
 
 
 def _cuts(segments: Sequence[SharedSegment], parts: int) -> list[int]:
     """Ids that cut segments into parts: the nearest borders of segments, or within those that are larger than a part."""
-    ends = list(accumulate(each.stored_bytes for each in segments))
+    ends = list(accumulate(segment.stored_bytes for segment in segments))
     count = max(min(ends[-1] // PART_BYTES_MIN, parts), 1) if ends else 1
-    found = set()
+    cuts = set()
     for number in range(1, count):
         at = ends[-1] * number // count
         place = bisect_right(ends, at)
@@ -228,36 +182,21 @@ def _cuts(segments: Sequence[SharedSegment], parts: int) -> list[int]:
         share = (at - (ends[place] - segment.stored_bytes)) / segment.stored_bytes
         if segment.stored_bytes * count <= ends[-1]:
             share = round(share)
-        found.add(segment.base_record + round(share * (segment.end_record - segment.base_record)))
-    return sorted(found)
+        cuts.add(segment.base_record + round(share * (segment.end_record - segment.base_record)))
+    return sorted(cuts)
 
 
 def shape(options: Options) -> StructType:
     """The schema, of the columns that are wanted."""
-    import pyarrow as pa
-
-    names = options.names("columns") or SCHEMA.names
-    if unknown := [name for name in names if name not in SCHEMA.names]:
-        raise InvalidInput("a record has no such column", hint=f"columns: {', '.join(SCHEMA.names)}", columns=unknown)
-    return spark_schema(pa.schema([SCHEMA.field(name) for name in names]))
+    return spark_schema(pa.schema([SCHEMA.field(name) for name in options.columns(SCHEMA.names, of="a record")]))
 
 
 def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
-    """The records of a batch that are at least as young as this (rule 4)."""
+    """The records of a batch that are at least as young as this."""
     if not since_ms:
         return batch
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kind = batch.schema.field("timestamp").type
     return batch.filter(pc.greater_equal(batch.column("timestamp"), pa.scalar(since_ms, pa.int64()).cast(kind)))
-
-
-def _opened(stores: list[ObjectStore], url: str, options: StoreOptions | None) -> ObjectStore:
-    """The object store, opened when the first object is wanted."""
-    if not stores:
-        stores.append(open_store(url, options=options))
-    return stores[0]
 
 
 def moment_ms(text: str) -> int:
@@ -277,5 +216,102 @@ def moment_ms(text: str) -> int:
     return -int(-zoned.timestamp() * 1000 // 1)
 
 
-def _options(given: Any) -> Options:
-    return Options(given, source="quire.stream", known=OPTIONS)
+class RecordsReader(SourceReader):
+    """A range of records."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        options.refuse(("consumer", "max_records"), "streaming queries", "use start and end, or readStream")
+        super().__init__(options, schema)
+        self.records = Records(options, schema)
+        self.records.since_ms = moment_ms(options.text("since"))
+        self._start = options.number("start", 0)
+        self._end = options.number("end", 0)
+
+    def plan(self) -> list[RecordRange]:
+        with closing(self.access.channel()) as channel:
+            # Of no segments: only where the stream begins and ends.
+            whole = self.records.share(channel, self._start or None, 1)
+            start, stop = self._start or whole.first_record, self._end or whole.end_record
+            if stop > whole.end_record:
+                raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
+            return self.records.parts(channel, start, stop) if start < stop else []
+
+    def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        return self.records.batches(part, schema)
+
+
+class RecordsQueryReader(QueryReader):
+    """Spark's progress is the position of a consumer."""
+
+    HOLDER = "consumer"
+    POSITION = "record"
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        options.refuse(("end",), "ranges", "a streaming query has none; read instead of readStream")
+        super().__init__(options, schema, options.number("max_records", 0))
+        self.records = Records(options, schema)
+        self._start: int | str = options.text("start", "oldest").lower()
+        if self._start not in ("oldest", "latest"):
+            self._start = options.number("start", 0, least=1)
+        self._identity: dict[str, Any] = {}
+
+    def connect(self) -> Channel:
+        return self.access.channel()
+
+    def identity(self) -> dict[str, Any]:
+        if not self._identity:
+            self.end()
+        return self._identity
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
+        """Where the consumer stands."""
+        request = RegisterConsumer(self.records.stream, self.holder, self._start)
+        return self.offset(self.owner.ask(STREAM_REGISTER, request))
+
+    def end(self) -> int:
+        """Behind the last durable record."""
+        share = self.records.share(self.owner, None, 1)
+        self._identity = {"store": share.store_id, "stream": share.stream_id}
+        return share.end_record
+
+    def end_beyond(self, position: int) -> int:
+        end = int(self.owner.ask(STREAM_WAIT, WaitForRecord(self.records.stream, position, WAIT_SECONDS)))
+        if end <= position:
+            # A query that idles commits nothing: without a heartbeat its consumer would lose its hold.
+            self._acknowledge(0)
+        return end
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        first, stop = self.position(start), self.position(end)
+        if first >= stop:
+            return []
+        with self.holder_required():
+            request = OfConsumer(self.records.stream, self.holder)
+            position = int(self.owner.ask(STREAM_POSITION, request))  # before the parts: what it holds stays until then
+        self.need_unacknowledged(first, position)
+        return [InputPartition(part) for part in self.records.parts(self.owner, first, stop)]
+
+    def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        return self.records.batches(part, schema)
+
+    def commit(self, end: Offset) -> None:
+        """Spark has done with everything below `end`."""
+        self._acknowledge(self.position(end))
+
+    def _acknowledge(self, position: int) -> None:
+        with self.holder_required():
+            self.owner.ask(STREAM_ACK, AckRecords(self.records.stream, self.holder, position))
+
+
+class StreamSource(QuireSource):
+    """See above."""
+
+    NAME = "quire.stream"
+    KNOWN = ("stream", "columns", "upload", "partitions", "start", "end", "since", "consumer", "max_records")
+    READER = RecordsReader
+
+    def schema(self) -> StructType:
+        return shape(self.parse(self.options))
+
+    def streamReader(self, schema: StructType) -> RecordsQueryReader:  # noqa: N802 - Spark gives the name
+        return RecordsQueryReader(self.parse(self.options), schema)

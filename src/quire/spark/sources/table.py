@@ -2,63 +2,39 @@
 
     spark.read.format("quire.table").option("store", path).option("table", "chunk_catalog").load()
 
-Terms
-  table      one of docs/formats/manifest.md; its columns are the key's fields, then the record's
-  window     the keys that are read: all, or those that begin with `key`
+A table is one of docs/formats/manifest.md; its columns are the key's fields, then the record's. It is read in batches, each
+of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
 
-Rules
-  1. A table is read in batches, each of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
-  2. The window is cut at keys of the table's own; a table of few rows is one partition.
-  3. `key` has values of the first fields of the key, with commas (`"7"`, `"7,3"`): only rows with these are read. Of a field of
-     text or bytes the beginning is enough.
-
-Options: `table`; `key`; `columns` (with commas: the API prunes none by itself, K5), `partitions` at most.
+Options: `table`; `key`: values of the first fields of the key, with commas (`"7"`, `"7,3"`), of text or bytes the beginning
+is enough; `columns` (Spark prunes none by itself, K5); `partitions` at most: cuts are keys of the table, and few rows are one
+partition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.arrow import schema as arrow_schema_of
 from quire.manifest.change import CHANGE_LOG
-from quire.spark.access import Access
-from quire.spark.sources.options import Options
-from quire.spark.sources.shapes import arrow_schema, default_partitions, fitted, spark_schema
+from quire.service.tickets import TableTicket
+from quire.spark.sources.base import Options, QuireSource, SourceReader, fitted, spark_schema
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-OPTIONS = ("table", "key", "columns", "partitions")
 _WIDTHS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 assert CHANGE_LOG.name in t.TABLES, "importing change.py declares the change log"
 
 
-class TableSource(DataSource):
-    """See the rules above."""
-
-    @classmethod
-    def name(cls) -> str:
-        return "quire.table"
-
-    def schema(self) -> StructType:
-        options = _options(self.options)
-        return spark_schema(_shape(_table(options), options.names("columns")))
-
-    def reader(self, schema: StructType) -> TableReader:
-        return TableReader(_options(self.options), schema)
-
-
 @dataclass(frozen=True, slots=True)
-class Window:
+class KeyWindow:
     """The keys to read: those that begin with `prefix`, in [start, stop)."""
 
     prefix: tuple[Any, ...] = ()
@@ -66,51 +42,42 @@ class Window:
     stop: tuple[Any, ...] | None = None
 
 
-class TablePartition(InputPartition):
-    """A part of a window."""
-
-    def __init__(self, window: Window) -> None:
-        super().__init__(window)
-
-
-class TableReader(DataSourceReader):
-    """Plans where the query is planned, reads on executors."""
+class ManifestTableReader(SourceReader):
+    """A window of a table's keys, cut at keys of the table."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        self.access: Access = options.access()
+        super().__init__(options, schema)
         table = _table(options)
         self.table = table.name
-        self.schema = schema
-        self.window = Window(prefix_of(table, options.text("key")))
-        self._wanted = options.number("partitions", default_partitions(), least=1)
+        self.prefix = prefix_of(table, options.text("key"))
 
-    def partitions(self) -> Sequence[InputPartition]:
-        """Windows cut at keys of the table; one partition for few rows (rule 2)."""
-        window = self.window
+    def plan(self) -> list[KeyWindow]:
         with self.access.connect() as client:
-            cuts = client.table_cuts(
-                self.table, self._wanted, prefix=window.prefix, start=window.start, stop=window.stop
-            )
-        bounds = [window.start, *cuts, window.stop]
-        return [TablePartition(Window(window.prefix, *pair)) for pair in pairwise(bounds)]
+            cuts = client.table_cuts(self.table, self.partitions_max, prefix=self.prefix)
+        return [KeyWindow(self.prefix, *pair) for pair in pairwise([None, *cuts, None])]
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a part."""
-        from quire.service.tickets import TableTicket
-
-        window: Window = partition.value
-        wanted = arrow_schema(self.schema)
-        ticket = TableTicket(self.table, window.prefix, window.start, window.stop, tuple(wanted.names))
-        channel = self.access.channel()
-        try:
+    def batches(self, part: KeyWindow, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        ticket = TableTicket(self.table, part.prefix, part.start, part.stop, tuple(schema.names))
+        with closing(self.access.channel()) as channel:
             for batch in channel.stream(ticket):
-                yield fitted(batch, wanted)
-        finally:
-            channel.close()
+                yield fitted(batch, schema)
+
+
+class TableSource(QuireSource):
+    """See above."""
+
+    NAME = "quire.table"
+    KNOWN = ("table", "key", "columns", "partitions")
+    READER = ManifestTableReader
+
+    def schema(self) -> StructType:
+        options = self.parse(self.options)
+        whole = arrow_schema_of(_table(options))
+        return spark_schema(pa.schema([whole.field(name) for name in options.columns(whole.names, of="the table")]))
 
 
 def prefix_of(table: t.Table[Any], text: str) -> tuple[Any, ...]:
-    """The first fields of a key, as the option `key` has them (rule 3).
+    """The first fields of a key, as the option `key` has them.
 
     >>> prefix_of(t.TABLES["wal_catalog"], "7, 3"), prefix_of(t.TABLES["db_names"], "shop, old")
     ((7, 3), ('shop, old',))
@@ -134,7 +101,7 @@ def _part(table: t.Table[Any], kind: str, part: str, text: str) -> Any:
         if kind == "raw" and part:
             return bytes.fromhex(part)
     except ValueError:
-        pass  # said below
+        pass  # the error below names the fields
     raise _no_key(table, text)
 
 
@@ -148,23 +115,8 @@ def _no_key(table: t.Table[Any], text: str) -> InvalidInput:
     )
 
 
-def _options(given: Any) -> Options:
-    return Options(given, source="quire.table", known=OPTIONS)
-
-
 def _table(options: Options) -> t.Table[Any]:
     name = options.need("table")
     if name not in t.TABLES:
         raise InvalidInput("the manifest has no such table", hint=f"tables: {', '.join(t.TABLES)}", table=name)
     return t.TABLES[name]
-
-
-def _shape(table: t.Table[Any], columns: list[str]) -> pa.Schema:
-    import pyarrow as pa
-
-    whole = arrow_schema_of(table)
-    if unknown := [name for name in columns if name not in whole.names]:
-        raise InvalidInput(
-            "the table has no such column", hint=f"columns: {', '.join(whole.names)}", columns=unknown[:5]
-        )
-    return pa.schema([whole.field(name) for name in columns]) if columns else whole

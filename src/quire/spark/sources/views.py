@@ -1,36 +1,33 @@
-"""Versions of databases for Spark: which ones a query reads, and how an executor opens one.
+"""Versions of page databases for Spark: which ones a query reads, and how an executor opens one.
 
-Terms
-  view      a version as a value (P16): leaf contents and pins, read with nothing but the object store
-  lent      a version without a name: what it needs is kept by a lease while somebody reads it (`leases.py`)
-  asked     `database` (one), or `databases` (names and patterns with commas), and `snapshot` (a name or an id)
+A version is a view (P16), read with nothing but the object store. Without `snapshot` it is the newest one when the first
+query of a DataFrame is planned: Spark plans a source once, and all queries on the DataFrame have these partitions. The owner
+lends that version until `keep_seconds` after the last read.
 
-Rules
-  1. Without `snapshot` a DataFrame reads what is newest when its first query is planned: Spark plans the source once, and all
-     queries on the DataFrame have these partitions. The owner lends that version until `keep_seconds` after it was last read.
-  2. Where objects are remote, WAL segments that a view needs are uploaded first, and executors read objects alone (`upload`
-     says otherwise); else they read the files of the store's directory, which they share under the same path.
-  3. Pieces of many databases are dealt to at most `partitions` partitions, the largest first, so that a thousand small
-     databases are no thousand tasks.
+Where objects are remote, WAL segments that a view needs are uploaded first and executors read objects alone (`upload` says
+otherwise); else they read the files of the store's directory, which they share under the same path.
+
+Options: `database`, or `databases` (names and patterns with commas); `snapshot` (a name or an id), `keep_seconds`, `upload`,
+`partitions` at most: pieces of many databases are dealt to them, so that a thousand small databases are no thousand tasks.
 
 Importable on executors. Raises `UnknownDatabase`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
-from quire.objects.api import ObjectStore
+from quire.jobs.locations import StorePool
+from quire.jobs.runner import balanced
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache
@@ -38,10 +35,11 @@ from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, ViewReader, without_object
 from quire.spark.access import object_options
-from quire.spark.sources.leases import KEEP_SECONDS
-from quire.spark.sources.options import Options
+from quire.spark.sources.base import KEEP_SECONDS, Options, SourceReader
 
 if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
     from quire.service.client import Client
 
 OPTIONS = ("database", "databases", "snapshot", "keep_seconds", "upload", "partitions")
@@ -62,7 +60,7 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class DatabaseVersion:
     """A version of a database, and where its files may be."""
 
     database: str
@@ -81,15 +79,15 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[P]):
+class ViewPiece(Generic[P]):
     """What a task does with a version, and how much that is."""
 
-    version: Version
+    version: DatabaseVersion
     part: P
     size_bytes: int
 
 
-class Asked:
+class VersionRequest:
     """What the options say about databases and versions."""
 
     def __init__(self, options: Options, *, snapshot: str = "") -> None:
@@ -110,23 +108,20 @@ class Asked:
         """The databases that are asked for."""
         if self.one:
             return [client.database(self.one).name]
-        known = [each.name for each in client.databases() if each.kind.name == "PAGES"]
-        found = [name for name in known if any(fnmatchcase(name, pattern) for pattern in self.patterns)]
-        plain = [each for each in self.patterns if not any(sign in each for sign in "*?[")]
-        if missing := [name for name in plain if name not in known]:
-            raise UnknownDatabase("no page database has this name", hint="`quire ls` lists them", names=missing[:5])
-        if not found:
+        known = [database.name for database in client.databases() if database.kind.name == "PAGES"]
+        names = matching(self.patterns, known, "page database")
+        if not names:
             raise UnknownDatabase("no page database matches", hint="`quire ls` lists them", patterns=self.patterns)
-        return found
+        return names
 
-    def versions(self, client: Client, names: list[str]) -> list[Version]:
-        """The versions of several databases: those that are asked for, or the newest, of one lease (rule 1)."""
+    def versions(self, client: Client, names: list[str]) -> list[DatabaseVersion]:
+        """The versions of several databases: those that are asked for, or the newest, of one lease."""
         if not self.snapshot:
             return self._newest(client, names)
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             return list(pool.map(lambda name: self.version(client, name), names))
 
-    def _newest(self, client: Client, names: list[str]) -> list[Version]:
+    def _newest(self, client: Client, names: list[str]) -> list[DatabaseVersion]:
         upload, root = self._reading(client)
         lease_id, views = 0, dict[str, SnapshotView]()
         for start in range(0, len(names), LENT_AT_ONCE):
@@ -139,16 +134,16 @@ class Asked:
                 lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True)
                 views.update(zip(bare, lent.views, strict=True))
         options = object_options(client.server)
-        return [Version(name, view, root, lease_id, options) for name, view in views.items()]
+        return [DatabaseVersion(name, view, root, lease_id, options) for name, view in views.items()]
 
     def _reading(self, client: Client) -> tuple[bool, str]:
-        """(whether executors read objects alone, the directory that they read otherwise): rule 2."""
+        """(whether executors read objects alone, the directory that they read otherwise)."""
         objects = client.objects_url
         upload = self._upload == "true" or (self._upload == "auto" and "://" in objects and "memory:" not in objects)
         return upload, "" if upload else client.path
 
-    def version(self, client: Client, name: str, snapshot: str = "") -> Version:
-        """The version of a database to read: the one that is asked for, or the newest (rule 1)."""
+    def version(self, client: Client, name: str, snapshot: str = "") -> DatabaseVersion:
+        """The version of a database to read: the one that is asked for, or the newest."""
         wanted = snapshot or self.snapshot
         if not wanted:
             return self._newest(client, [name])[0]
@@ -159,7 +154,15 @@ class Asked:
             if not wanted.isdecimal():
                 raise
             view = _view(client, name, int(wanted), upload)
-        return Version(name, view, root, options=object_options(client.server))
+        return DatabaseVersion(name, view, root, options=object_options(client.server))
+
+
+def matching(patterns: Sequence[str], known: Sequence[str], what: str) -> list[str]:
+    """The known names that match; a pattern without a wildcard must be one of them."""
+    literal = [pattern for pattern in patterns if not any(sign in pattern for sign in "*?[")]
+    if missing := [name for name in literal if name not in known]:
+        raise UnknownDatabase(f"no {what} has this name", hint="`quire ls` lists them", names=missing[:5])
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> SnapshotView:
@@ -169,23 +172,15 @@ def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> Snaps
 
 
 @contextmanager
-def opened(version: Version) -> Iterator[ViewReader]:
-    """A reader of a version, on an executor or where a query is planned (rule 2)."""
-    stores: dict[str, ObjectStore] = {}
-
-    def store_of(url: str) -> ObjectStore:
-        if url not in stores:
-            stores[url] = open_store(url, options=version.options.get(url))
-        return stores[url]
-
-    if not version.root or not os.path.isdir(version.root):
-        yield version.view.open_alone(store_of, cache_bytes=CACHE_BYTES)
-        return
-    sources = Sources(root=version.root, disk=OsDisk(), open_store=store_of, cache=PageCache(CACHE_BYTES))
-    try:
-        yield version.view.open(sources)
-    finally:
-        sources.close()
+def opened(version: DatabaseVersion) -> Iterator[ViewReader]:
+    """A reader of a version, on an executor or where a query is planned."""
+    with closing(StorePool(lambda url: open_store(url, options=version.options.get(url)))) as stores:
+        if not version.root or not os.path.isdir(version.root):
+            yield version.view.open_alone(stores, cache_bytes=CACHE_BYTES)
+            return
+        sources = Sources(root=version.root, disk=OsDisk(), open_store=stores, cache=PageCache(CACHE_BYTES))
+        with closing(sources):
+            yield version.view.open(sources)
 
 
 class ReadAhead:
@@ -215,7 +210,7 @@ class ReadAhead:
         if len(self._images) * self.page_size >= AHEAD_BYTES:
             self._images.clear()
         wanted = range(first, max(stop, page + 1))
-        slots = {each // self._pages_per_chunk for each in (wanted[0], wanted[-1])}
+        slots = {page // self._pages_per_chunk for page in (wanted[0], wanted[-1])}
         self._images.update(self._reader.read_pages(wanted, cold=frames > 1 and slots <= self._slots))
         self._slots |= slots
         return self._images[page]
@@ -225,13 +220,22 @@ class ReadAhead:
         self._images.clear()
 
 
-def dealt(pieces: Iterable[Piece[P]], partitions: int) -> list[list[Piece[P]]]:
-    """Pieces in at most so many heaps of about the same size (rule 3)."""
-    queue = sorted(pieces, key=lambda piece: piece.size_bytes, reverse=True)
-    heaps: list[list[Piece[P]]] = [[] for _ in range(min(partitions, len(queue)))]
-    loads = [(0, number) for number in range(len(heaps))]
-    for piece in queue:
-        load, number = heapq.heappop(loads)
-        heaps[number].append(piece)
-        heapq.heappush(loads, (load + piece.size_bytes + 1, number))
+def dealt(pieces: Iterable[ViewPiece[P]], partitions: int) -> list[list[ViewPiece[P]]]:
+    """Pieces in at most so many heaps of about the same size."""
+    queue = list(pieces)
+    heaps: list[list[ViewPiece[P]]] = [[] for _ in range(min(partitions, len(queue)))]
+    for piece, heap in zip(queue, balanced([piece.size_bytes + 1 for piece in queue], len(heaps)), strict=True):
+        heaps[heap].append(piece)
     return heaps
+
+
+class PiecesReader(SourceReader):
+    """A reader whose tasks read pieces of versions, which one lease keeps."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self.request = VersionRequest(options)
+        self.keep_seconds = self.request.keep_seconds
+
+    def lease_of(self, part: list[ViewPiece[Any]]) -> int:
+        return part[0].version.lease_id

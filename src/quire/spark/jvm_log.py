@@ -1,14 +1,11 @@
-"""What the JVM of a session says on standard error, passed on; but for one thing that means nothing.
+"""Passes on what the JVM of a session writes to standard error, but for one harmless traceback.
 
-Spark closes the socket of a Python worker that was idle for a minute. If that is a Unix socket, the worker meets a broken pipe
-where it would have met the end of a file, and pyspark's daemon prints the stack. `daemon.py` keeps ours from it; workers that
-plan (the ones that look data sources up, say) have pyspark's own daemon, whatever a session's settings are.
+Spark closes the socket of a Python worker that was idle for a minute. If that is a Unix socket, the worker gets a broken pipe
+instead of the end of a file, and pyspark's daemon prints the stack. `daemon.py` keeps ours from it; workers that plan (those
+that look data sources up, say) have pyspark's own daemon, whatever a session's settings are.
 
-Rules
-  1. Everything else is passed on as it comes, also what ends without a line break. What may yet become the stack is held back
-     until it is known: the next line says it.
-  2. It goes to where this process's standard error goes by then. If that is closed, it goes nowhere: the JVM is not
-     held up.
+Everything else is passed on as it comes, also what ends without a line break, to where this process's standard error goes by
+then.
 
 Threads: one of its own, for each JVM that is started, until that has ended.
 """
@@ -29,11 +26,11 @@ END = b"BrokenPipeError: [Errno 32] Broken pipe\n"
 READ_BYTES = 1 << 16
 
 
-class Unsaid:
-    """Leaves the stack out of a text that comes in pieces (rule 1).
+class TracebackFilter:
+    """Leaves the stack out of a text that comes in pieces. What may be its beginning is held back until the next line decides.
 
-    >>> unsaid = Unsaid()
-    >>> unsaid.heard(b"one\\nTrace"), unsaid.heard(b"d two"), unsaid.rest()
+    >>> log = TracebackFilter()
+    >>> log.feed(b"one\\nTrace"), log.feed(b"d two"), log.rest()
     (b'one\\n', b'Traced two', b'')
     """
 
@@ -43,7 +40,7 @@ class Unsaid:
         self._part = b""
         """The beginning of a line that may belong to it."""
 
-    def heard(self, piece: bytes) -> bytes:
+    def feed(self, piece: bytes) -> bytes:
         """What of it, and of what was held back, is to be passed on now."""
         *lines, self._part = (self._part + piece).split(b"\n")
         said = b"".join(self._line(line + b"\n") for line in lines)
@@ -83,24 +80,24 @@ def launch(settings: dict[str, str]) -> None:
     if context._gateway is not None or "PYSPARK_GATEWAY_PORT" in os.environ:  # `spark-submit` has started it
         return
     conf = SparkConf().setAll(list(settings.items()))
-    heard, said = os.pipe()
-    threading.Thread(target=_pass_on, args=(heard,), name="quire-spark-stderr", daemon=True).start()
+    reading, writing = os.pipe()
+    threading.Thread(target=_pass_on, args=(reading,), name="quire-spark-stderr", daemon=True).start()
     try:
-        gateway = launch_gateway(conf, {"stderr": said})  # type: ignore[no-untyped-call]
+        gateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
     finally:
-        os.close(said)
+        os.close(writing)
     context._ensure_initialized(gateway=gateway, conf=conf)
 
 
-def _pass_on(heard: int) -> None:
-    unsaid = Unsaid()
-    while piece := os.read(heard, READ_BYTES):
-        _say(unsaid.heard(piece))
-    _say(unsaid.rest())
-    os.close(heard)
+def _pass_on(reading: int) -> None:
+    log = TracebackFilter()
+    while piece := os.read(reading, READ_BYTES):
+        _say(log.feed(piece))
+    _say(log.rest())
+    os.close(reading)
 
 
 def _say(text: bytes) -> None:
-    with suppress(OSError):  # rule 2
+    with suppress(OSError):  # standard error is closed: the JVM is not held up
         while text:
             text = text[os.write(2, text) :]

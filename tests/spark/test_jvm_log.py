@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.spark.hearing import Unsaid
+from quire.spark.jvm_log import TracebackFilter
 
 STACK = (
     b"Traceback (most recent call last):\n"
@@ -36,11 +36,11 @@ LINES = st.sampled_from(
 
 
 def all_heard(text: bytes, cuts: list[int]) -> bytes:
-    unsaid, said, begin = Unsaid(), b"", 0
+    log, said, begin = TracebackFilter(), b"", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
-        said += unsaid.heard(text[begin:end])
+        said += log.feed(text[begin:end])
         begin = end
-    return said + unsaid.rest()
+    return said + log.rest()
 
 
 @given(st.lists(LINES), st.lists(st.integers(0, 10_000)))
@@ -60,10 +60,10 @@ def test_a_broken_pipe_of_somebody_else_is_passed_on() -> None:
 
 
 def test_what_has_no_line_break_is_not_held_back() -> None:
-    unsaid = Unsaid()
-    assert unsaid.heard(b"[Stage 1:==>  (1 + 2) / 8]\r") == b"[Stage 1:==>  (1 + 2) / 8]\r"
-    assert unsaid.heard(b"Traceback (most recent") == b""
-    assert unsaid.heard(b" surprise") == b"Traceback (most recent surprise"
+    log = TracebackFilter()
+    assert log.feed(b"[Stage 1:==>  (1 + 2) / 8]\r") == b"[Stage 1:==>  (1 + 2) / 8]\r"
+    assert log.feed(b"Traceback (most recent") == b""
+    assert log.feed(b" surprise") == b"Traceback (most recent surprise"
 
 
 IDLE = """

@@ -1,0 +1,408 @@
+"""What all data sources share: options, schemas, leases, batch readers, streaming readers and writers.
+
+A source declares its name, its options and its reader; a reader says what each task reads (`plan`) and reads it (`batches`).
+
+- An unknown option is an error: a misspelt `snapshot` would otherwise read another version. Option names are
+  case-insensitive.
+- Spark has no unsigned numbers: up to 16 bits become `int`, 32 and 64 bits `bigint`. Hashes above 2**63 appear as negative
+  numbers with the same bits.
+- All tasks of a query share one lease, and each renews it while it reads. Spark does not report the end of a query, so the
+  lease ends `keep_seconds` after the last read (`manifest/leases.py`).
+- Spark commits batch N while it plans batch N + 1 (K4): the acknowledgement trails by one batch, and the last batch of a
+  query that idles or ends stays unacknowledged. Acknowledging is idempotent and only moves forward.
+
+    >>> given = Options({"Store": "/data", "LIMIT": "7"}, source="quire.table", known=("limit",))
+    >>> given.number("limit", 1), given.text("table")
+    (7, '')
+
+Threads: a lease has one of its own while a task reads; a streaming query has one process of Spark's and one thread.
+Importable on executors. Raises `InvalidInput`, `SnapshotGone`, `CursorLost`, and what a client raises.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamReader,
+    InputPartition,
+)
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, QuireError, SnapshotGone, UnknownCursor
+from quire.service.tickets import LEASE_RENEW, OfLease
+from quire.spark.access import OwnerAddress, access_of
+
+COMMON = ("store", "path", "token", "token_file", "tls_ca_file")
+
+KEEP_SECONDS = 300
+"""How long a version without a name is kept after the last read."""
+
+RENEWALS = 4
+"""In the length of a lease."""
+
+RENEW_SECONDS = 5.0
+"""How long one renewal may take."""
+
+WAIT_SECONDS = 0.2
+"""How long a query without new rows waits at the owner: it would ask a hundred times a second otherwise."""
+
+_SIGNED = {pa.uint8(): pa.int32(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64(), pa.uint64(): pa.int64()}
+
+Offset = dict[str, Any]
+
+
+# ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Options:
+    """The options of a source, checked."""
+
+    def __init__(self, given: Mapping[str, str], *, source: str, known: Iterable[str]) -> None:
+        self._given = {name.lower(): value for name, value in given.items()}
+        self._source = source
+        allowed = {*COMMON, *known}
+        if unknown := sorted(self._given.keys() - allowed):
+            hint = f"options: {', '.join(sorted(allowed - {'path', 'token'}))}"
+            raise InvalidInput(f"{source} has no such option", hint=hint, options=unknown)
+
+    def access(self) -> OwnerAddress:
+        """How to reach the owner."""
+        return access_of(self._given)
+
+    def text(self, name: str, default: str = "") -> str:
+        """An option as it is."""
+        return self._given.get(name, default)
+
+    def need(self, name: str) -> str:
+        """An option that must be given."""
+        if not (value := self.text(name)):
+            raise InvalidInput(f"{self._source} needs the option `{name}`", hint=f'.option("{name}", …)')
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list with commas; empty if it is not given."""
+        return [part for word in self.text(name).split(",") if (part := word.strip())]
+
+    def columns(self, known: Sequence[str], *, of: str) -> list[str]:
+        """The option `columns`, checked; all columns if it is not given."""
+        names = self.names("columns") or list(known)
+        if unknown := [name for name in names if name not in known]:
+            raise InvalidInput(f"{of} has no such column", hint=f"columns: {', '.join(known)}", columns=unknown[:5])
+        return names
+
+    def number(self, name: str, default: int, *, least: int = 0) -> int:
+        """A whole number."""
+        text = self.text(name)
+        if not text:
+            return default
+        if not text.strip().isdecimal() or int(text) < least:
+            raise InvalidInput(f"the option `{name}` is a whole number from {least} on", given=text)
+        return int(text)
+
+    def one_of(self, name: str, choices: tuple[str, ...]) -> str:
+        """One of some words; the first is the default."""
+        given = self.text(name, choices[0]).lower()
+        if given not in choices:
+            raise InvalidInput(f"the option `{name}` is one of {', '.join(choices)}", given=given)
+        return given
+
+    def refuse(self, names: Iterable[str], use: str, hint: str) -> None:
+        """Refuse options that belong to the other way of reading this source."""
+        for name in names:
+            if self.text(name):
+                raise InvalidInput(f"`{name}` is for {use}", hint=hint)
+
+    def need_schema(self, schema: StructType, expected: StructType) -> None:
+        """Refuse any schema but the source's own."""
+        if schema.simpleString() != expected.simpleString():
+            raise InvalidInput(f"the schema of {self._source} is fixed", hint="leave .schema(…) out, use `columns`")
+
+
+# ── schemas ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def default_partitions() -> int:
+    """Two partitions for each core here, so that a slow one delays little."""
+    return 2 * (os.cpu_count() or 1)
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """The Spark schema of an Arrow schema."""
+    return from_arrow_schema(pa.schema([pa.field(field.name, _SIGNED.get(field.type, field.type)) for field in schema]))
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """What Spark expects a batch of this schema to have."""
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """A batch with exactly the columns, order and types that Spark expects."""
+    columns = [_column(batch.column(field.name), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if column.type == kind:
+        return column
+    if column.type == pa.uint64() and kind == pa.int64():
+        return column.view(kind)  # the same bits; a cast would refuse large hashes
+    return column.cast(kind)
+
+
+# ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@contextmanager
+def kept(access: OwnerAddress, lease_id: int, keep_seconds: float) -> Iterator[None]:
+    """Renew a lease while the block runs; do nothing without one.
+
+    A read that fails after the lease has ended raises `SnapshotGone`. It never returns wrong rows: names of objects are
+    never used twice, and frames of a file's former life fail their checks.
+    """
+    if not lease_id:
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(
+        target=_renew, args=(access, lease_id, keep_seconds / RENEWALS, done), name="quire-lease", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    except QuireError as error:
+        if has_ended(access, lease_id):
+            raise SnapshotGone(
+                "the version that this DataFrame reads is no longer kept",
+                hint="load it again for the newest one; a named snapshot, or a longer `keep_seconds`, keeps one",
+                cause=str(error),
+            ) from error
+        raise
+    finally:
+        done.set()
+
+
+def has_ended(access: OwnerAddress, lease_id: int) -> bool:
+    """Whether the owner says that a lease is over; renewed if it is not."""
+    try:
+        with closing(access.channel()) as channel:
+            channel.ask(LEASE_RENEW, OfLease(lease_id), timeout=RENEW_SECONDS)
+    except LeaseExpired:
+        return True
+    except QuireError:
+        return False  # reading needs no owner: one that is away fails no task
+    return False
+
+
+def _renew(access: OwnerAddress, lease_id: int, every_seconds: float, done: threading.Event) -> None:
+    while not done.is_set():
+        if has_ended(access, lease_id):
+            return
+        done.wait(every_seconds)
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class QuireSource(DataSource):
+    """A data source: its name, its options and its reader are declared."""
+
+    NAME: ClassVar[str]
+    KNOWN: ClassVar[tuple[str, ...]]
+    """The options of reading, beside `COMMON`."""
+    READER: ClassVar[type[SourceReader]]
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.NAME
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> Options:
+        """The options of reading, checked."""
+        return Options(given, source=cls.NAME, known=cls.KNOWN)
+
+    def reader(self, schema: StructType) -> SourceReader:
+        return self.READER(self.parse(self.options), schema)
+
+
+class SourceReader(DataSourceReader):
+    """Plans where the query is planned, reads on executors."""
+
+    keep_seconds: float = KEEP_SECONDS
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self.access = options.access()
+        self.schema = schema
+        self.partitions_max = options.number("partitions", default_partitions(), least=1)
+
+    @abstractmethod
+    def plan(self) -> Iterable[Any]:
+        """What each task reads: small, picklable."""
+
+    @abstractmethod
+    def batches(self, part: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """The rows of a task."""
+
+    def lease_of(self, _part: Any) -> int:
+        """The lease that keeps what a task reads; 0 if a snapshot does, or nothing has to."""
+        return 0
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return [InputPartition(part) for part in self.plan()]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if partition.value is None:  # Spark makes one partition of none
+            return
+        with kept(self.access, self.lease_of(partition.value), self.keep_seconds):
+            yield from self.batches(partition.value, arrow_schema(self.schema))
+
+
+# ── streaming ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def next_end(position: int, end: int, limit: ReadLimit) -> int:
+    """How far the next batch goes.
+
+    >>> next_end(10, 100, ReadMaxRows(5)), next_end(10, 12, ReadMinRows(5)), next_end(10, 8, ReadAllAvailable())
+    (15, 10, 10)
+    """
+    if isinstance(limit, ReadMaxRows):
+        end = min(end, position + limit.max_rows)
+    if isinstance(limit, ReadMinRows) and end - position < limit.min_rows:
+        end = position
+    return max(end, position)
+
+
+class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A streaming query: Spark's offsets are positions of a cursor or consumer, its commits are acknowledgements (K4).
+
+    A restart asks for no initial offset, so the first range is checked instead: one that begins below what is acknowledged
+    belongs to an older checkpoint, and reading on would give rows twice.
+    """
+
+    HOLDER: ClassVar[str]
+    """The option that names who holds the position; also what errors call it."""
+    POSITION: ClassVar[str]
+    """The position's name in an offset."""
+
+    def __init__(self, options: Options, schema: StructType, rows_max: int) -> None:
+        self.access = options.access()
+        self.schema = schema
+        self.holder = options.need(self.HOLDER)
+        self._rows_max = rows_max
+        self._target: int | None = None
+        """Where a query of what is there now ends."""
+        self._connection: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Executors get the reader without its connection."""
+        return {**self.__dict__, "_connection": None}
+
+    @abstractmethod
+    def connect(self) -> Any:
+        """A connection to the owner."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What an offset belongs to: a checkpoint of another store or stream is refused."""
+
+    @abstractmethod
+    def end(self) -> int:
+        """How far there is something to read now."""
+
+    @abstractmethod
+    def end_beyond(self, position: int) -> int:
+        """The same, after waiting a little if there is nothing beyond `position`."""
+
+    @abstractmethod
+    def batches(self, part: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """The rows of a task."""
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return self.batches(partition.value, arrow_schema(self.schema))
+
+    @property
+    def owner(self) -> Any:
+        """The connection, opened when it is first needed."""
+        if self._connection is None:
+            self._connection = self.connect()
+        return self._connection
+
+    def offset(self, position: int) -> Offset:
+        """As Spark keeps it."""
+        return {**self.identity(), self.POSITION: position}
+
+    def position(self, offset: Offset) -> int:
+        """The position of an offset of this query."""
+        ours = self.identity()
+        theirs = {name: offset.get(name) for name in ours}
+        if theirs != ours:
+            raise InvalidInput(
+                f"the checkpoint is of another {list(ours)[-1]}",
+                hint="use a checkpoint location of its own",
+                theirs=theirs,
+                ours=ours,
+            )
+        return int(offset[self.POSITION])
+
+    @contextmanager
+    def holder_required(self) -> Iterator[None]:
+        """Translate the error of a holder that was dropped while its query ran."""
+        try:
+            yield
+        except UnknownCursor as error:
+            raise CursorLost(
+                f"the {self.HOLDER} of this query was dropped",
+                hint=f"begin again, with another {self.HOLDER} and a new checkpoint location",
+                **{self.HOLDER: self.holder},
+            ) from error
+
+    def need_unacknowledged(self, first: int, acknowledged: int) -> None:
+        """Refuse a batch that begins at `first` if everything below `acknowledged` was acknowledged before."""
+        if first < acknowledged:
+            raise CursorLost(
+                f"the query goes on from an older checkpoint than its {self.HOLDER} has acknowledged",
+                hint=f"restore the newer checkpoint, or begin again with another {self.HOLDER}",
+                **{self.HOLDER: self.holder, "first": first, "acknowledged": acknowledged},
+            )
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark gives these names
+        position = self.position(start)
+        end = self._target if self._target is not None else self.end_beyond(position)
+        return self.offset(next_end(position, end, limit))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        return ReadMaxRows(self._rows_max) if self._rows_max else ReadAllAvailable()
+
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
+        return self.offset(self.end())
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """What comes from here on is not this query's."""
+        self._target = self.end()
+
+    def stop(self) -> None:
+        """The query has ended."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class LoadWriter(DataSourceArrowWriter):
+    """Rows of a job that enter a database in one step. The load's number is drawn when the job is planned and names it."""
+
+    def __init__(self, options: Options) -> None:
+        self.access = options.access()
+        self.database = options.need("database")
+        self.create = options.one_of("create", ("true", "false")) == "true"
+        self.load = secrets.randbits(62) | 1
