@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
+import quire
+from quire.manifest import tables as t
 from quire.testing import simulation
 from quire.testing.faults import ObjectFault
 from quire.testing.simulation import SimulationFailed, simulate
 from quire.testing.simulation_damage import KINDS, WRITTEN, files_by_kind
+from quire.testing.simulation_model import Model, ModelDatabase, observe
+from tests.manifest.test_check import Vandal
+from tests.store.test_closed_databases import flip
 from tests.testing import plants
 
 SECONDS = float(os.environ.get("QUIRE_SIMULATION_SECONDS", "300"))
@@ -29,6 +35,23 @@ def test_a_seed_does_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         simulate(3, lives=1, steps=15, branches=0)
         runs.append(steps)
     assert runs[0] == runs[1]
+
+
+def test_a_listing_may_leave_out_what_is_reported_as_damaged_and_nothing_else(tmp_path: Path) -> None:
+    """A damaged row of a database was a finding, because the others are listed without it; seeds 700014 and 700024."""
+    model: Model = {name: ModelDatabase("lsm", {b"key": name.encode()}) for name in ("one", "two", "three")}
+    with quire.open(tmp_path / "store") as store:
+        for name in model:
+            store.kv(name, create=True).put(b"key", name.encode())
+        one = store.database("one").db_id
+    vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
+    flip(vandal, t.DB, one)
+    vandal.done()
+    with quire.open(tmp_path / "store") as store:
+        assert observe(store, model, damaged=True) == []
+        assert observe(store, model) == ["databases are ['three', 'two'], not ['one', 'three', 'two']"]
+        store.drop("two")
+        assert observe(store, model, damaged=True) == ["databases are ['one', 'three'], not ['one', 'three', 'two']"]
 
 
 @pytest.mark.slow

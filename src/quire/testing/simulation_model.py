@@ -79,6 +79,9 @@ def observe(store: Store, model: Model, *, damaged: bool = False) -> list[str]:
     """Everything in which a store differs from the model. `damaged`: typed refusals are no finding (rule 2)."""
     findings: list[str] = []
     names = {info.name for info in store.databases()}
+    if damaged:
+        with store.manifest.read() as txn:  # left out and reported, instead of refused (decision 028)
+            names.update(name for name in txn.damaged_databases().values() if name)
     if names != set(model):
         findings.append(f"databases are {sorted(names)}, not {sorted(model)}")
     for name in sorted(names & set(model)):
