@@ -198,6 +198,10 @@ class QuotaExceeded(Unavailable):
     """A byte budget stayed used up for as long as the caller was willing to wait; the error names what holds it."""
 
 
+class NotArchived(Unavailable):
+    """Committed on this disk, and not in the bucket: it did not answer in time (archive.mode = "sync")."""
+
+
 class SparkUnavailable(Unavailable):
     """There is no Spark, or no Java that it runs on, or it does not answer."""
 

@@ -272,6 +272,35 @@ class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.level_bytes > 0 and self.stall_seconds >= 0, "lsm: level_bytes must be positive")
 
 
+class ArchiveSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the store is kept in its bucket (A9)."""
+
+    mode: Literal["off", "async", "sync"] = "off"
+    """`async`: the bucket is behind by `interval_seconds`. `sync`: every call that changes something waits for the bucket."""
+    interval_seconds: float = 1.0
+    """What was changed waits at most this long for its upload to begin."""
+    retain_seconds: float = 86_400.0
+    """How far back the whole store can be restored."""
+    base_seconds: float = 3_600.0
+    """A base is due after this long, if anything changed; sooner when the log outweighs the last one."""
+    memory_bytes: int = 64 * MIB
+    """What waits for the bucket in memory; more waits on disk."""
+    backlog_bytes: int = 4 * GIB
+    """What waits on disk; beyond it the log is broken off, and a base follows when the bucket answers again."""
+    sync_seconds: float = 30.0
+    """How long a call waits for the bucket in mode `sync` before it raises `NotArchived`."""
+    close_seconds: float = 30.0
+    """How long closing the store waits for the last upload."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval_seconds > 0, "archive.interval_seconds must be positive")
+        _require(self.retain_seconds >= 0, "archive.retain_seconds must not be negative")
+        _require(self.base_seconds > 0, "archive.base_seconds must be positive")
+        _require(self.memory_bytes >= MIB, "archive.memory_bytes must be at least 1 MiB")
+        _require(self.backlog_bytes >= 0, "archive.backlog_bytes must not be negative")
+        _require(self.sync_seconds > 0 and self.close_seconds >= 0, "archive: waits must be positive")
+
+
 class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How streams behave."""
 
@@ -330,6 +359,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest_log: ManifestLogSettings = ManifestLogSettings()
     stream: StreamSettings = StreamSettings()
     lsm: LsmSettings = LsmSettings()
+    archive: ArchiveSettings = ArchiveSettings()
     objects: ObjectSettings = ObjectSettings()
     """How the object store is reached."""
     namespaces: dict[str, ObjectSettings] = {}
@@ -365,6 +395,11 @@ object_store = "{object_store}"
 # region = ""
 # credentials = {{}}             # {{ access_key_id = "env:MY_ID", secret_access_key = "env:MY_SECRET" }}; else AWS_* …
 # A section [namespaces.NAME] says the same of a namespace (`quire namespace create NAME URL`); without it, [objects] does.
+
+[archive]
+# mode = "off"                 # keep the whole store in the bucket: async (a second behind) or sync (calls wait for it)
+# interval_seconds = 1.0
+# retain_seconds = 86400.0     # how far back the store can be restored
 
 [manifest]
 # queue_ops_max = 2048         # operations that may wait before submit blocks

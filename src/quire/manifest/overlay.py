@@ -43,6 +43,10 @@ Note = tuple[int, int, AuditAction, str, int, int]
 """(component, db_id, action, subject, number, size in bytes): an audit record before its generation is known."""
 
 
+TableRows = tuple[str, list[tuple[bytes, bytes]], list[bytes]]
+"""(table, rows put, keys deleted): what a transaction did to one table."""
+
+
 class KeysTaken(Exception):  # never leaves the manifest: the writer answers it with a strict pass
     """An optimistic insert met an existing row."""
 
@@ -244,6 +248,8 @@ class TableView(Generic[R]):
         txn, codec, pending = self._overlay.txn, self.table.rows, self.pending
         if len(pending) + len(self.inserted) == 1 and not self._deleted:
             return self._flush_one()
+        stored: list[tuple[bytes, bytes]] = []
+        deleted: list[bytes] = []
         with txn.cursor(db=self._handle) as cursor:
             if self.inserted:
                 fresh = sorted(self.inserted.items())
@@ -252,17 +258,21 @@ class TableView(Generic[R]):
                     if any(txn.get(key, db=self._handle) is not None for key in both):
                         raise KeysTaken  # written again in the same group: the check below would not see it
                     fresh = [item for item in fresh if item[0] not in pending]
-                consumed, added = cursor.putmulti(codec.encode_all(fresh), overwrite=False)
+                stored = codec.encode_all(fresh)
+                consumed, added = cursor.putmulti(stored, overwrite=False)
                 if added < consumed:
                     raise KeysTaken
             if pending:
                 rows = sorted(pending.items(), key=_first) if len(pending) > 1 else [*pending.items()]
                 if self._deleted:
-                    for key, record in rows:
-                        if record is None:
-                            txn.delete(key, db=self._handle)
+                    deleted = [key for key, record in rows if record is None]
+                    for key in deleted:
+                        txn.delete(key, db=self._handle)
                     rows = [item for item in rows if item[1] is not None]
-                cursor.putmulti(codec.encode_all(rows))
+                replaced = codec.encode_all(rows)
+                cursor.putmulti(replaced)
+                stored = stored + replaced if stored else replaced
+        self._note_written(stored, deleted)
         return len(pending) + len(self.inserted)
 
     def _flush_one(self) -> int:
@@ -273,7 +283,14 @@ class TableView(Generic[R]):
         ((key, row),) = self.table.rows.encode_all([(key, record)])
         if not self._overlay.txn.put(key, row, db=self._handle, overwrite=bool(self.pending)):
             raise KeysTaken
+        self._note_written([(key, row)], [])
         return 1
+
+    def _note_written(self, stored: list[tuple[bytes, bytes]], deleted: list[bytes]) -> None:
+        """For the archive, where there is one."""
+        written = self._overlay.written
+        if written is not None and self.table.name not in t.NOT_ARCHIVED:
+            written.append((self.table.name, stored, deleted))
 
     def settle(self) -> None:
         """The pending rows are durable: remember the hot ones, forget the rest."""
@@ -308,6 +325,8 @@ class Overlay:
         self.check_sound: Callable[[str, int], None] | None = None
         """`ManifestEnv.check_sound`, where something is closed for breaking a rule."""
         """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
+        self.written: list[TableRows] | None = None
+        """What `flush` has written in this transaction, where an archive wants to know."""
         self.trimmed = 0
         """Rows of the change log's tail removed in this transaction."""
         self.notes: list[Note] = []
@@ -404,6 +423,8 @@ class Overlay:
         self._restart()
 
     def _restart(self) -> None:
+        if self.written is not None:
+            self.written = []
         self.undo.clear()
         self.notes.clear()
         self.trimmed = 0

@@ -216,5 +216,10 @@ JOBS_BY_STATE = Table(
 )
 GC_ZERO = Table("gc_zero", _ARTIFACT, r.IndexRecord, _DERIVED, "artifacts at zero → since when", packed="Q")
 
+NOT_ARCHIVED = frozenset(
+    {SNAPSHOT_READERS.name, SNAPSHOT_FLOOR.name, METRICS.name, JOB_LEASES.name, FOLLOWED_FILES.name}
+)
+"""Tables about processes of this machine: a restored store begins without their rows."""
+
 OWNED = tuple(table for table in TABLES.values() if table.key.fields[0][0] in ("db_id", "origin_db_id"))
 """Tables whose rows are each about one database, which their key begins with."""

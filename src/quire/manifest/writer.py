@@ -35,6 +35,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from typing import Any, Protocol
 
 import lmdb
 
@@ -63,7 +64,7 @@ from quire.manifest.guard import Bell, GenerationWait, ManifestGuard
 from quire.manifest.keyed import current
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.cursors import sequence_bounds
-from quire.manifest.overlay import KeysTaken, Overlay
+from quire.manifest.overlay import KeysTaken, Overlay, TableRows
 from quire.manifest.queue import BatchQueue
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
@@ -82,6 +83,16 @@ _BLOCK_BYTES = 512
 """The unit of `ru_oublock`."""
 
 
+class CommitLog(Protocol):
+    """Takes the rows of every commit, in order (quire.archive)."""
+
+    def reserve(self) -> Any:
+        """Take the next place, before the commit."""
+
+    def fill(self, slot: Any, written: list[TableRows]) -> None:
+        """The commit is durable; its rows."""
+
+
 class ManifestWriter:
     """Owns the write transaction. Start it with `start`, end it with `close`."""
 
@@ -94,6 +105,8 @@ class ManifestWriter:
         self._settings = env.settings
         self.owner_check: Callable[[], None] | None = None
         """Raises if this process has lost the store; set once, by whoever holds its lock."""
+        self.archive: CommitLog | None = None
+        """Who is handed the rows of every commit; set once, before the first one."""
         self._queue = BatchQueue(env.settings.queue_ops_max)
         # the writer's own; `generations`, `head` and `oldest` are replaced whole and may be read by anyone
         self._overlay = Overlay(env.handles)
@@ -163,6 +176,10 @@ class ManifestWriter:
     def when_change(self, after: int) -> GenerationWait:
         """Resolves to the head of the feed once it is above `after`."""
         return GenerationWait(self.bell, lambda: self.head if self.head > after else None, "a change")
+
+    def record_rows(self) -> None:
+        """Remember what each transaction writes: there is an archive now."""
+        self._overlay.written = []
 
     @property
     def failure(self) -> QuireError | None:
@@ -305,7 +322,7 @@ class ManifestWriter:
             hit("manifest.commit.flushed")
             self._queue.admit()
             self.check_owner()
-            txn.commit()
+            self._commit_and_hand_over(txn, applied.changes)
             hit("manifest.commit.durable")
         except BaseException:
             txn.abort()
@@ -317,6 +334,22 @@ class ManifestWriter:
         self._resolve(group)
         written = (resource.getrusage(resource.RUSAGE_THREAD).ru_oublock - blocks) * _BLOCK_BYTES
         return applied, rows, written // self._env.page_bytes
+
+    def _commit_and_hand_over(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> None:
+        """Commit. An archive is given the rows in a place of its queue that is taken before anybody can see them."""
+        if self.archive is None:
+            txn.commit()
+            return
+        written = self._overlay.written or []
+        if changes:
+            written.append((CHANGE_LOG.name, changes, []))
+        slot = self.archive.reserve()
+        try:
+            txn.commit()
+        except BaseException:
+            slot.cancel()  # in doubt the writer stops, and the next owner ships a base
+            raise
+        self.archive.fill(slot, written)
 
     def _flush(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> int:
         """Write all pending rows into the transaction; how many.

@@ -29,6 +29,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_location
+from quire.store.archiving import open_archived, open_beside
 from quire.store.store import Mode, Store
 
 
@@ -74,7 +75,7 @@ def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Dis
     except BaseException:
         manifest.close()
         raise
-    return Store(root, settings, manifest, None, disk)
+    return open_beside(root, settings, manifest, disk)
 
 
 def _open_owner(
@@ -111,9 +112,16 @@ def _open_owner(
         raise
     manifest.feed_settings = settings.feed
     manifest.writer.owner_check = lock.verify
-    store = Store(root, settings, manifest, lock, disk)
+    try:
+        store = open_archived(root, settings, manifest, lock, disk)
+    except BaseException:
+        manifest.close()
+        lock.close()
+        raise
     try:
         _see_to_objects(store, takeover=takeover, moved=moved)
+        if store.archive is not None:
+            store.archive.start()  # in the owner epoch that a takeover has begun
         manifest.jobs.recover()
         manifest.feed.prune()
         if settings.maintenance.enabled:

@@ -45,6 +45,7 @@ from quire.store.why import why
 from quire.store.wiring import Wiring
 
 if TYPE_CHECKING:
+    from quire.archive.archiver import Archiver
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
     from quire.jobs.context import JobContext
@@ -85,6 +86,8 @@ class Store:
         self._manifest = manifest
         self._lock = lock
         self._disk = disk
+        self.archive: Archiver | None = None
+        """What keeps the store in its bucket, where `archive.mode` says so."""
         self._pid = os.getpid()
         self.moved_objects = 0
         """How many objects were looked for in their new place, if the store was opened with `moved=True`."""
@@ -110,8 +113,14 @@ class Store:
                 closing.callback(self._lock.close)
             closing.callback(self._manifest.close)
             with self._opening:  # the timer may be making them just now
-                if self._wiring is not None:
-                    closing.callback(self._wiring.close)
+                wiring = self._wiring
+            if wiring is not None:
+                closing.callback(wiring.close_stores)
+            if self.archive is not None:  # it ships what closing the databases and the writer still changes
+                closing.callback(self.archive.close)
+                closing.callback(self._manifest.writer.close)
+            if wiring is not None:
+                closing.callback(wiring.close)
 
     def __enter__(self) -> Self:
         self._check()

@@ -289,12 +289,11 @@ class Wiring:
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Stop the work, close the databases, close the object stores; each whatever the others do."""
+        """Stop the work, close the databases; each whatever the others do. The object stores: `close_stores`."""
         with self._making:
             self._closed = True
             made = dict(self._made)
         with ExitStack() as closing:  # runs from the last to the first
-            closing.callback(self._close_stores)
             if FILES in made:
                 closing.callback(made[FILES].close)
             for name in ("pages", "kv", "streams"):
@@ -307,7 +306,8 @@ class Wiring:
             if "sqlite" in made:
                 closing.callback(made["sqlite"].close)
 
-    def _close_stores(self) -> None:
+    def close_stores(self) -> None:
+        """Close the object stores, when nobody uploads any more."""
         if STORES in self._made:
             self.stores.close()
         if RIGHTS in self._made:

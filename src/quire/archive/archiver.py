@@ -1,0 +1,690 @@
+"""Ships what the queue holds: takes cuts, writes log objects and bases, bounds what waits for the bucket (A4 to A9).
+
+Terms
+  cut        where the archiver stopped taking: what it took becomes one or more log objects
+  outbox     objects that are encoded and not in the bucket yet, in order; beyond a bound of memory they wait on disk
+  archived   the ordinal of the queue up to which everything is in the bucket
+
+Two threads. The first takes cuts and encodes them; the second uploads, in order, artifacts before the object that names them. A
+base is read by a third, while the others go on. Nobody who writes to the store waits for any of them, except in mode `sync`.
+
+What is on disk and in the bucket at each step, and what comes next if the process dies there:
+  handed over      nothing                                  the next life finds no clean end in archive.json: base
+  encoded          perhaps a file in archive/               the same; the file is removed at the next opening
+  artifact put     an object that no log names              trimmed by its position, once out of the window
+  log object put   a longer chain                           restorable to here; the next life continues behind it with a base
+  base parts put   objects that no log names                the same
+  base named       a base that counts                       restorable with it
+  closed           archive.json with position and digest    the next life continues without a base
+
+A log object's name is created once. If it is taken, the object is our own (an answer was lost) or a successor's seal: then
+this owner is fenced before anybody is told that anything was archived (A2).
+
+Raises, to those who wait in mode `sync`: `NotArchived`, `StoreFenced`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import msgspec
+
+from quire.archive.chain import last_object
+from quire.archive.format import (
+    NO_DIGEST,
+    NONE,
+    OBJECT_BYTES,
+    AnyEvent,
+    ArtifactEvent,
+    BaseEvent,
+    CommitEvent,
+    DirectoryEvent,
+    Header,
+    Kind,
+    Position,
+    base_key,
+    decode_header,
+    encode_object,
+    file_key,
+    log_key,
+)
+from quire.archive.queue import Entry, EventQueue, PendingArtifact, Slot
+from quire.archive.recorder import ARCHIVE_STATE, SPOOL, Recorder, Shipping, shipping, whole_file
+from quire.archive.remote_files import number_of, remote_at
+from quire.archive.replay import read_origin
+from quire.core.clock import Clock
+from quire.core.errors import AlreadyExists, NotArchived, QuireError, StoreFenced, Unavailable
+from quire.core.events import emit_safely
+from quire.core.settings import ArchiveSettings
+from quire.durable import names
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, read_all, write_atomic, write_new
+from quire.manifest import tables as t
+from quire.manifest.overlay import TableRows
+from quire.manifest.row_image import image
+from quire.manifest.store import ManifestStore
+from quire.objects.api import ExistingObject, ObjectStore
+
+RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Between two attempts to reach the bucket; the last one from then on."""
+BASE_PAUSE_SECONDS = 60.0
+"""At most one base begins in this time, however fast the log grows."""
+FIRST_LOG_BYTES = 64 * 1024 * 1024
+"""A base is due when the log since the last one outweighs it, and this."""
+
+
+class State(msgspec.Struct, kw_only=True):
+    """archive.json: where a store that was closed left its archive."""
+
+    format: int = 1
+    store_id: str
+    position: Position
+    """The last log object."""
+    digest: bytes
+    restorable: int
+    base: int
+    base_bytes: int = 0
+    log_bytes: int = 0
+    transaction: int
+    """The last transaction of the manifest: another one means that somebody changed the store without its archive."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A log object on its way."""
+
+    position: Position
+    digest: bytes
+    end: int
+    taken_at: float
+    restorable: int
+    base: int
+    artifacts: list[tuple[str, str]] = field(default_factory=list)
+    """(object name, local file): to be uploaded first."""
+    data: bytes | None = None
+    path: str = ""
+    """Where it waits, if it does not wait in memory."""
+    size_bytes: int = 0
+
+
+class Archiver:
+    """The archive of an opened store. `start` it before the first change, `close` it after the last."""
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        disk: Disk,
+        clock: Clock,
+        manifest: ManifestStore,
+        objects: Callable[[], ObjectStore],
+        settings: ArchiveSettings,
+        fence: Callable[[StoreFenced], None],
+    ) -> None:
+        # constant after construction
+        self.queue = EventQueue()
+        self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
+        self.settings = settings
+        self._root = root
+        self._disk = disk
+        self._clock = clock
+        self._manifest = manifest
+        self._objects = objects
+        self._fence = fence
+        self._store_id, self._epoch = "", 0  # constant after `start`
+        self._spool = os.path.join(root, SPOOL)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._outbox: deque[Outgoing] = deque()
+        self._has_base = False
+        """Whether what is archived can be restored: not before a base counts, nor after the chain was broken."""
+        self._waiting = 0
+        """Calls that wait for the bucket: cuts are taken at once."""
+        self._archived = 0
+        self._stop = False
+        self._is_drained = False
+        self._failure: QuireError | None = None
+        self.last_error = ""
+        # the cutting thread's own, read by others for people
+        self._numbers = count()
+        self._next: Position | None = None
+        self._parent = Position(0, 0)
+        self._digest = b""
+        self._restorable, self._base = NONE, NONE
+        self._needs_base = True
+        self._unbroken_from = 0
+        """A base that began before this object lacks what was dropped: it does not count."""
+        self._base_thread: threading.Thread | None = None
+        self._base_began = float("-inf")
+        self._base_bytes = self._log_bytes = 0
+        self._artifacts: dict[tuple[int, int, int], tuple[str, bytes]] = {}
+        """(inode, size, time of change) → (object name, SHA-256) of those that were handed over."""
+        self._memory_bytes = self._backlog_bytes = 0
+        self.puts = self.put_bytes = 0
+        self._threads: list[threading.Thread] = []
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def start(self) -> None:
+        """Continue where the last life ended if nothing was changed since; else begin with a base. Asks no bucket."""
+        with self._manifest.read() as txn:
+            self._store_id, self._epoch = txn.store_id(), txn.owner_epoch()
+        self._sweep_spool()
+        state = self._take_state()
+        if state is not None:
+            self._next = Position(state.position.epoch, state.position.number + 1)
+            self._digest, self._restorable, self._base = state.digest, state.restorable, state.base
+            self._base_bytes, self._log_bytes = state.base_bytes, state.log_bytes
+            self._needs_base, self._has_base = False, True
+        self._manifest.writer.archive = self
+        self._manifest.writer.record_rows()
+        for run, name in ((self._run_cuts, "quire-archive"), (self._run_puts, "quire-archive-put")):
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> bool:
+        """Take the last cut and wait for its upload, within `close_seconds`; whether everything is in the bucket."""
+        deadline = time.monotonic() + self.settings.close_seconds
+        with self._lock:
+            self._stop = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.1))
+        if self._base_thread is not None:
+            self._base_thread.join(max(deadline - time.monotonic(), 0.1))
+        is_done = self._is_drained and not any(thread.is_alive() for thread in self._threads)
+        if is_done and self._failure is None and self._next is not None and not self._needs_base:
+            self._write_state(self._next)
+        elif self._failure is None:
+            emit_safely("warning", "archive.incomplete", lag_seconds=self.lag_seconds(), error=self.last_error)
+        self.queue.close()
+        return is_done
+
+    def _take_state(self) -> State | None:
+        """What the last life left, if it ended well and nothing happened since. Taken away: this life has to end well too."""
+        path = os.path.join(self._root, ARCHIVE_STATE)
+        try:
+            line, _, check = read_all(self._disk, path).partition(b"\n")
+            state = msgspec.json.decode(line, type=State) if check == _check(line) else None
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError:
+            state = None
+        self._disk.remove(path)
+        self._disk.sync_dir(self._root)
+        ours = state is not None and (state.store_id, state.position.epoch) == (self._store_id, self._epoch)
+        if state is None or not ours or state.transaction != self._manifest.env.last_txn_id():
+            return None
+        return state
+
+    def _write_state(self, following: Position) -> None:
+        state = State(
+            store_id=self._store_id,
+            position=Position(following.epoch, following.number - 1),
+            digest=self._digest,
+            restorable=self._restorable,
+            base=self._base,
+            base_bytes=self._base_bytes,
+            log_bytes=self._log_bytes,
+            transaction=self._manifest.env.last_txn_id(),
+        )
+        line = msgspec.json.encode(state)
+        write_atomic(self._disk, os.path.join(self._root, ARCHIVE_STATE), line + b"\n" + _check(line))
+
+    def _sweep_spool(self) -> None:
+        with suppress(FileNotFoundError):
+            for name in self._disk.names(self._spool):
+                self._disk.remove(os.path.join(self._spool, name))
+
+    # ── whoever changes something ─────────────────────────────────────────────────────────────────────────────────────
+    def reserve(self) -> Slot:
+        """A commit of the manifest is about to be made (`manifest.writer.CommitLog`)."""
+        return self.queue.reserve()
+
+    def fill(self, slot: Slot, written: list[TableRows]) -> None:
+        """It is durable."""
+        slot.fill(CommitEvent(tuple(written)))
+
+    def _artifact_complete(self, path: str, relative: str) -> None:
+        """A table or compressed segment has its name. It gets a second one below archive/, because it may be removed before it
+        is uploaded."""
+        if (remote := remote_at(self._disk, path)) is not None:
+            self.queue.append(ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256))
+            return
+        status = os.stat(path)
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        kept = os.path.join(self._spool, f"{next(self._numbers):x}.file")
+        self._disk.make_dirs(self._spool)
+        self._disk.link(path, kept)
+        self.queue.append(PendingArtifact(relative, kept, identity))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when everything that was done before this call is in the bucket."""
+        end = self.queue.end
+        deadline = time.monotonic() + (self.settings.sync_seconds if timeout is None else timeout)
+        with self._lock:
+            self._waiting += 1
+            self._changed.notify_all()
+            try:
+                while self._archived < end or not self._has_base:
+                    if self._failure is not None:
+                        raise self._failure
+                    if (left := deadline - time.monotonic()) <= 0:
+                        raise NotArchived(
+                            "committed on this disk, and not in the bucket: it did not answer in time",
+                            hint="`quire archive status` shows what waits; it is uploaded as soon as the bucket answers",
+                            error=self.last_error,
+                        )
+                    self._changed.wait(left)
+            finally:
+                self._waiting -= 1
+
+    def lag_seconds(self) -> float:
+        """How old the oldest change is that is not in the bucket."""
+        with self._lock:
+            return time.monotonic() - self._outbox[0].taken_at if self._outbox else 0.0
+
+    # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
+    def _run_cuts(self) -> None:
+        try:
+            while not self._is_stopping():
+                self._begin_base_if_due()
+                if self._next is None and not self._find_end():
+                    continue
+                self._cut()
+                self._pause()
+            if self._next is not None:
+                self._cut()
+        except BaseException as error:  # whoever waits must hear of it
+            self._fail(error)
+        finally:
+            with self._lock:
+                self._is_drained = True
+                self._changed.notify_all()
+
+    def _pause(self) -> None:
+        """Until the next cut is due: an interval, or at once when somebody waits and nothing is on its way. What comes while an
+        object is on its way is taken together when that has arrived."""
+        deadline = time.monotonic() + self.settings.interval_seconds
+        with self._lock:
+            while not self._stop and self._failure is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or self.queue.size_bytes > OBJECT_BYTES:
+                    return
+                if self._waiting and not self._outbox and self._archived < self.queue.end:
+                    self._changed.wait(min(left, 0.001))  # a commit may be under way, in front of everything else
+                    return
+                self._changed.wait(left)
+
+    def _is_stopping(self) -> bool:
+        with self._lock:
+            return self._stop or self._failure is not None
+
+    def _find_end(self) -> bool:
+        """Where the log of this epoch ends, in the bucket; whether that is known now."""
+        try:
+            found = last_object(self._objects(), self._store_id, self._epoch)
+        except (Unavailable, QuireError) as error:
+            if isinstance(error, StoreFenced):
+                raise
+            self._note(error)
+            self._bound_queue()
+            with self._lock:
+                if not self._stop:
+                    self._changed.wait(RETRY_SECONDS[2])
+            return False
+        if found is None:
+            self._next = Position(self._epoch, 0)
+            self._digest, self._parent = self._parent_of_epoch()
+        else:
+            key, header, digest = found
+            if header.kind is Kind.SEAL:
+                raise self._fenced_by(header, key)
+            self._next = Position(self._epoch, header.position.number + 1)
+            self._digest = digest
+            self._restorable, self._base = header.restorable, header.base
+        return True
+
+    def _parent_of_epoch(self) -> tuple[bytes, Position]:
+        """(digest, position) of the last object of the owner before this one, which a restore noted in the directory."""
+        origin = read_origin(self._disk, self._root)
+        if origin is None or origin.store_id != self._store_id or origin.position.epoch >= self._epoch:
+            return NO_DIGEST, Position(0, 0)
+        return origin.digest, origin.position
+
+    def _bound_queue(self) -> None:
+        if self.queue.size_bytes > self.settings.memory_bytes:
+            self._break_chain("the bucket has not answered since the store was opened")
+
+    def _cut(self) -> None:
+        """Take everything there is, as objects."""
+        while True:
+            events, end = self.queue.take(OBJECT_BYTES)
+            if not events:
+                with self._lock:  # places that were cancelled, nothing else
+                    if not self._outbox:
+                        self._archived = max(self._archived, end)
+                return
+            hit("archive.cut.taken")
+            self._send(events, end)
+
+    def _send(self, events: list[Entry], end: int) -> None:
+        assert self._next is not None
+        position, taken_at = self._next, time.monotonic()
+        artifacts: list[tuple[str, str]] = []
+        shipped = [self._resolved(event, position, artifacts) for event in events]
+        for event in shipped:
+            if isinstance(event, BaseEvent) and event.first_log >= self._unbroken_from:
+                self._base = position.number
+                self._base_bytes, self._log_bytes = sum(size for _, size, _ in event.parts), 0
+                self._needs_base = False
+        broken = self._needs_base
+        header = Header(
+            kind=Kind.LOG,
+            position=position,
+            parent=Position(position.epoch, position.number - 1) if position.number else self._parent,
+            parent_digest=self._digest,
+            at_ms=self._clock.now_ms(),
+            restorable=self._restorable if broken else position.number,
+            base=self._base,
+        )
+        data = encode_object(header, shipped)
+        outgoing = Outgoing(
+            position=position,
+            digest=hashlib.sha256(data).digest(),
+            end=end,
+            taken_at=taken_at,
+            restorable=header.restorable,
+            base=header.base,
+            artifacts=artifacts,
+            size_bytes=len(data),
+        )
+        self._log_bytes += len(data)
+        self._hold(outgoing, data)
+        self._next, self._digest = Position(position.epoch, position.number + 1), outgoing.digest
+        self._restorable = header.restorable
+        hit("archive.cut.encoded")
+
+    def _hold(self, outgoing: Outgoing, data: bytes) -> None:
+        """Put an object into the outbox, on disk if memory is used up; break the chain if the disk's share is, too."""
+        if self._memory_bytes + len(data) <= self.settings.memory_bytes or not self._outbox:
+            outgoing.data = data
+        else:
+            if self._backlog_bytes + len(data) > self.settings.backlog_bytes:
+                self._break_chain("more waits for the bucket than archive.backlog_bytes allows")
+                return
+            outgoing.path = os.path.join(self._spool, f"{outgoing.position.number:016x}.log")
+            self._disk.make_dirs(self._spool)
+            write_new(self._disk, outgoing.path, data, overwrite=True)
+            hit("archive.spooled")
+        with self._lock:
+            self._memory_bytes += len(data) if outgoing.data is not None else 0
+            self._backlog_bytes += len(data) if outgoing.data is None else 0
+            self._outbox.append(outgoing)
+            self._changed.notify_all()
+
+    def _break_chain(self, why: str) -> None:
+        """Give up what waits: a base follows. What is in the bucket stays restorable; from then on nothing new is, until it
+        counts."""
+        with self._lock:
+            dropped = list(self._outbox)[1:]
+            while len(self._outbox) > 1:  # the first may be on its way: the log goes on behind it
+                self._outbox.pop()
+            self._memory_bytes = self._backlog_bytes = 0
+            if self._outbox:
+                first = self._outbox[0]
+                self._memory_bytes = first.size_bytes
+                self._next = Position(first.position.epoch, first.position.number + 1)
+                self._digest, self._restorable, self._base = first.digest, first.restorable, first.base
+            self._has_base = False
+        for outgoing in dropped:
+            self._forget(outgoing)
+        self.queue.drop()
+        self._needs_base = True
+        self._unbroken_from = self._next.number if self._next is not None else 0
+        self._base_began = float("-inf")
+        emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
+
+    def _resolved(self, event: Entry, position: Position, artifacts: list[tuple[str, str]]) -> AnyEvent:
+        """The event of an artifact: its name in the bucket and its digest. It is uploaded once, whatever names it has."""
+        if not isinstance(event, PendingArtifact):
+            return event
+        inode, size, changed = event.identity
+        known = self._artifacts.get(event.identity)
+        if known is None:
+            known = (file_key(self._store_id, position, f"{inode:x}-{size:x}-{changed:x}"), _sha256(event.kept))
+            self._artifacts[event.identity] = known
+            artifacts.append((known[0], event.kept))
+        else:
+            self._remove(event.kept)
+        return ArtifactEvent(inode, event.path, known[0], size, known[1])
+
+    # ── bases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _begin_base_if_due(self) -> None:
+        if self._base_thread is not None and self._base_thread.is_alive():
+            return
+        now = time.monotonic()
+        since = now - self._base_began
+        outweighs = self._log_bytes > max(self._base_bytes, FIRST_LOG_BYTES) and since >= BASE_PAUSE_SECONDS
+        is_old = since >= self.settings.base_seconds and self._log_bytes > 0
+        if self._next is None or not (outweighs or is_old or self._needs_base):
+            return
+        if self._needs_base and since < RETRY_SECONDS[2]:
+            return
+        self._base_began = now
+        self._base_thread = threading.Thread(target=self._run_base, name="quire-archive-base", daemon=True)
+        self._base_thread.start()
+
+    def _run_base(self) -> None:
+        try:
+            self._write_base()
+        except StoreFenced as error:
+            self._fail(error)
+        except Exception as error:  # tried again; the log goes on meanwhile
+            self._note(error)
+
+    def _write_base(self) -> None:
+        """Read everything while the store goes on. What is read too late or too early, the log from `first` on puts right."""
+        first = self._next
+        if first is None:
+            return
+        parts: list[tuple[str, int, bytes]] = []
+        held: list[AnyEvent] = []
+        size = 0
+        self.recorder.watch_renames()
+        try:
+            hit("archive.base.begun")
+            for event in self._everything(first):
+                held.append(event)
+                size += event.size_bytes()
+                if size >= OBJECT_BYTES:
+                    parts.append(self._put_part(first, len(parts), held))
+                    held, size = [], 0
+            parts.append(self._put_part(first, len(parts), held))
+        finally:
+            self.recorder.end_watch()
+        hit("archive.base.put")
+        self.queue.append(BaseEvent(first.number, tuple(parts)))
+
+    def _put_part(self, first: Position, number: int, events: list[AnyEvent]) -> tuple[str, int, bytes]:
+        header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
+        data = encode_object(header, events)
+        key, digest = base_key(self._store_id, first, number), hashlib.sha256(data).digest()
+        self._until_it_answers(lambda: self._objects().put(key, data))
+        self._count(len(data))
+        return key, len(data), digest
+
+    def _everything(self, first: Position) -> Iterator[AnyEvent]:
+        """The manifest's rows, then the files."""
+        with self._manifest.read() as txn:
+            cursors = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS)]
+            oldest, head = txn.feed_bounds()
+            first_change = max(min([head, *cursors]), oldest)
+            for block in image(txn, first_change):
+                yield CommitEvent((block,))
+        seen: set[int] = set()
+        for path in self._paths(self._root):
+            yield from self._file(path, first, seen)
+        while renamed := {number: path for number, path in self.recorder.renamed().items() if number not in seen}:
+            for path in renamed.values():
+                yield from self._file(path, first, seen)
+
+    def _paths(self, directory: str) -> Iterator[str]:
+        """Files and directories that are shipped."""
+        with suppress(FileNotFoundError):
+            for name in self._disk.names(directory):
+                path = os.path.join(directory, name)
+                relative = os.path.relpath(path, self._root)
+                if os.path.isdir(path):
+                    if relative.split("/")[0] in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
+                        yield path
+                        yield from self._paths(path)
+                elif shipping(relative) is not Shipping.NOT:
+                    yield path
+
+    def _file(self, path: str, first: Position, seen: set[int]) -> Iterator[AnyEvent]:
+        relative = os.path.relpath(path, self._root)
+        try:
+            if os.path.isdir(path):
+                yield DirectoryEvent(relative)
+            elif shipping(relative) is Shipping.BYTES:
+                yield from whole_file(self._disk, path, relative, seen)
+            elif not path.endswith(names.TEMPORARY):
+                yield self._artifact_in_base(path, relative, first)
+        except FileNotFoundError:
+            return  # removed meanwhile: the log says so
+
+    def _artifact_in_base(self, path: str, relative: str, first: Position) -> AnyEvent:
+        if (remote := remote_at(self._disk, path)) is not None:
+            return ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256)
+        status = os.stat(path)
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        known = self._artifacts.get(identity)
+        if known is None:
+            name = f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
+            known = (file_key(self._store_id, first, name), _sha256(path))
+            self._until_it_answers(lambda: self._put_artifact(known[0], path))
+            self._artifacts[identity] = known
+        return ArtifactEvent(status.st_ino, relative, known[0], status.st_size, known[1])
+
+    # ── the uploading thread ──────────────────────────────────────────────────────────────────────────────────────────
+    def _run_puts(self) -> None:
+        try:
+            while (outgoing := self._first()) is not None:
+                self._until_it_answers(partial(self._put, outgoing))
+                with self._lock:
+                    if self._outbox and self._outbox[0] is outgoing:
+                        self._outbox.popleft()
+                        self._memory_bytes -= outgoing.size_bytes if outgoing.data is not None else 0
+                        self._backlog_bytes -= outgoing.size_bytes if outgoing.data is None else 0
+                        self._archived = outgoing.end
+                        self._has_base = outgoing.restorable == outgoing.position.number
+                    self._changed.notify_all()
+                self._forget(outgoing)
+        except BaseException as error:
+            self._fail(error)
+
+    def _first(self) -> Outgoing | None:
+        """The next object to upload; `None` when all is done and no more will come."""
+        with self._lock:
+            while not self._outbox:
+                if self._is_drained or self._failure is not None:
+                    return None
+                self._changed.wait(0.5)
+            return self._outbox[0]
+
+    def _put(self, outgoing: Outgoing) -> None:
+        while outgoing.artifacts:
+            key, path = outgoing.artifacts[0]
+            self._put_artifact(key, path)
+            hit("archive.artifact.put")
+            outgoing.artifacts.pop(0)
+            self._remove(path)
+        data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
+        key = log_key(self._store_id, outgoing.position)
+        hit("archive.log.before")
+        try:
+            self._objects().put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
+        except AlreadyExists:
+            store = self._objects()
+            raise self._fenced_by(decode_header(store.get(key), key), key) from None
+        hit("archive.log.put")
+        self._count(len(data))
+        self.last_error = ""
+
+    def _put_artifact(self, key: str, path: str) -> None:
+        size = self._disk.size(path)
+
+        def is_same(existing: ExistingObject) -> bool:
+            return existing.info.size_bytes == size
+
+        self._objects().put_file(key, path, create_only=True, identity=is_same)
+        self._count(size)
+
+    def _forget(self, outgoing: Outgoing) -> None:
+        """Remove what waited on disk for this object."""
+        for path in (outgoing.path, *(path for _, path in outgoing.artifacts)):
+            if path:
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._disk.remove(path)
+
+    def _until_it_answers(self, attempt: Callable[[], object]) -> None:
+        """Try until the bucket answers. Everything but being fenced is taken for an outage: nothing else may end an archive."""
+        for number in range(1 << 62):
+            try:
+                attempt()
+                return
+            except StoreFenced:
+                raise
+            except (QuireError, OSError) as error:
+                self._note(error)
+                pause = RETRY_SECONDS[min(number, len(RETRY_SECONDS) - 1)]
+                with self._lock:
+                    if (self._stop and number >= len(RETRY_SECONDS)) or self._failure is not None:
+                        raise
+                    self._changed.wait(pause)
+
+    # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _fenced_by(self, header: Header, key: str) -> StoreFenced:
+        what = f"owner epoch {header.successor or header.position.epoch} has taken this store over"
+        return StoreFenced(what, hint="write to the new owner; this directory opens with mode='r'", key=key)
+
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, QuireError) else NotArchived(f"the archiver stopped: {error!r}")
+        with self._lock:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+        emit_safely("error", "archive.stopped", error=str(error))
+        if isinstance(error, StoreFenced):
+            self._fence(error)
+
+    def _note(self, error: BaseException) -> None:
+        if not self.last_error:
+            emit_safely("warning", "archive.delayed", error=str(error))
+        self.last_error = str(error)
+
+    def _count(self, size_bytes: int) -> None:
+        self.puts += 1
+        self.put_bytes += size_bytes
+
+
+def _sha256(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _check(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest().encode() + b"\n"

@@ -1,0 +1,163 @@
+"""Finding the way through an archive: the last object of an epoch, the object of a moment, the base it needs (A4, A10).
+
+Nothing is written. What is read is checked: each log object names the digest of the one before it.
+
+Pure of state, any thread. Raises `NotFound`, `Corruption`, and what the object store raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import msgspec
+
+from quire.archive.format import (
+    HEADER_BYTES,
+    NONE,
+    AnyEvent,
+    BaseEvent,
+    Header,
+    Kind,
+    Position,
+    archive_prefix,
+    decode_header,
+    decode_object,
+    log_key,
+    parse_log_key,
+    part_prefix,
+)
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
+from quire.objects.api import ObjectStore
+
+
+class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A state that can be restored, and what it takes."""
+
+    store_id: str
+    position: Position
+    """The last log object to apply."""
+    at_ms: int
+    base: BaseEvent
+    newest: Position
+    """The newest log object of the epoch: what lies between cannot be restored, or was not asked for."""
+
+
+def store_ids(store: ObjectStore) -> list[str]:
+    """The stores that have something in this bucket."""
+    return [prefix.strip("/") for prefix in store.list_prefixes("")]
+
+
+def epochs(store: ObjectStore, store_id: str) -> list[int]:
+    """The owner epochs that have an archive, oldest first."""
+    names = (prefix.rstrip("/").rsplit("/", 1)[-1] for prefix in store.list_prefixes(archive_prefix(store_id)))
+    return sorted(int(name, 16) for name in names if len(name) == 8)
+
+
+def log_positions(store: ObjectStore, store_id: str, epoch: int, *, after: Position | None = None) -> list[Position]:
+    """The log objects of an epoch that are there."""
+    start = log_key(store_id, after) if after is not None else ""
+    positions = []
+    for page in store.list_pages(part_prefix(store_id, epoch, "log"), start_after=start):
+        positions += [position for info in page if (position := parse_log_key(info.key)) is not None]
+    return positions
+
+
+def last_object(store: ObjectStore, store_id: str, epoch: int) -> tuple[str, Header, bytes] | None:
+    """(name, header, digest) of the last log object of an epoch; `None` if there is none."""
+    positions = log_positions(store, store_id, epoch)
+    if not positions:
+        return None
+    key = log_key(store_id, positions[-1])
+    data = store.get(key)
+    return key, decode_object(data, key)[0], hashlib.sha256(data).digest()
+
+
+def header_of(store: ObjectStore, store_id: str, position: Position) -> Header:
+    """The header of a log object."""
+    key = log_key(store_id, position)
+    header = decode_header(store.get_range(key, 0, HEADER_BYTES), key)
+    if header.position != position:
+        raise Corruption("an object of the archive has another's name", key=key, says=str(header.position))
+    return header
+
+
+def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None) -> RestorePoint:
+    """The newest state that can be restored, or the newest one not after `at_ms`."""
+    known = epochs(store, store_id)
+    if not known:
+        raise ObjectNotFound(
+            "this bucket has no archive of the store", hint="was `quire archive on` run?", store=store.url
+        )
+    candidate: Position | None = None
+    current = known[-1] if epoch is None else epoch
+    while current:
+        positions = log_positions(store, store_id, current)
+        if candidate is not None:
+            positions = [position for position in positions if position <= candidate]
+        seals = 1 if positions and header_of(store, store_id, positions[-1]).kind is Kind.SEAL else 0
+        usable = positions[: len(positions) - seals]
+        if usable:
+            number = _newest_not_after(store, store_id, usable, at_ms)
+            if number is not None:
+                header = header_of(store, store_id, usable[number])
+                if header.restorable != NONE:
+                    return _point(store, store_id, Position(current, header.restorable), usable[-1])
+            candidate = header_of(store, store_id, usable[0]).parent
+        else:
+            candidate = None
+        current = candidate.epoch if candidate is not None else max((e for e in known if e < current), default=0)
+    what = (
+        "no moment of this archive can be restored"
+        if at_ms is None
+        else "the archive does not reach back to that moment"
+    )
+    raise InvalidInput(what, hint="`quire archive status` shows the oldest moment", store=store.url)
+
+
+def _newest_not_after(store: ObjectStore, store_id: str, positions: list[Position], at_ms: int | None) -> int | None:
+    """The index of the last object that was cut at or before a moment: clocks of one owner do not go back."""
+    if at_ms is None:
+        return len(positions) - 1
+    low, high = 0, len(positions)
+    while low < high:
+        middle = (low + high) // 2
+        if header_of(store, store_id, positions[middle]).at_ms <= at_ms:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1 if low else None
+
+
+def _point(store: ObjectStore, store_id: str, position: Position, newest: Position) -> RestorePoint:
+    header = header_of(store, store_id, position)
+    key = log_key(store_id, Position(position.epoch, header.base))
+    _, events = decode_object(store.get(key), key)
+    bases = [event for event in events if isinstance(event, BaseEvent)]
+    if not bases:
+        raise Corruption("the object that should name a base does not", key=key)
+    return RestorePoint(store_id=store_id, position=position, at_ms=header.at_ms, base=bases[-1], newest=newest)
+
+
+def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]:
+    """The events of a base, part by part."""
+    for key, size, digest in base.parts:
+        data = store.get(key)
+        if len(data) != size or hashlib.sha256(data).digest() != digest:
+            raise Corruption("a part of a base is not the one that the log names", key=key)
+        yield decode_object(data, key)[1]
+
+
+def log_events(
+    store: ObjectStore, store_id: str, first: Position, last: Position
+) -> Iterator[tuple[Header, bytes, list[AnyEvent]]]:
+    """(header, digest, events) of log objects in order, each checked against the one before."""
+    digest: bytes | None = None
+    for number in range(first.number, last.number + 1):
+        key = log_key(store_id, Position(first.epoch, number))
+        data = store.get(key)
+        header, events = decode_object(data, key)
+        if header.position.number != number or (digest is not None and header.parent_digest != digest):
+            raise Corruption("the archive's log is not one chain", hint="restore an earlier moment with --at", key=key)
+        digest = hashlib.sha256(data).digest()
+        yield header, digest, events

@@ -1,0 +1,142 @@
+"""What was changed and is not in the bucket yet: one queue for the whole store, in the order in which it happened (A5).
+
+Terms
+  event     see format.py; its place in the queue is its ordinal, counted from 1 since the store was opened
+  slot      a place that is taken before it is known what belongs there: a commit of the manifest
+
+Whoever changes a file hands the change over before it tells anybody of it. So every beginning of the queue is a state that a
+killed process could have left, and recovery knows those: a cut is simply where the archiver stopped taking.
+
+A commit takes its slot before it begins, and fills it once it is durable: readers of the manifest see the commit before its
+thread goes on, and what they do because of it must come later in the queue. The archiver waits at a slot that is not filled.
+
+Threads: any. Handing over takes a lock for the time of one append.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import msgspec
+
+from quire.archive.format import AnyEvent
+
+
+class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
+    """A file that is complete and not uploaded yet; it becomes an `ArtifactEvent` when a cut takes it."""
+
+    path: str
+    """In the store."""
+    kept: str
+    """A name that it keeps until it is uploaded."""
+    identity: tuple[int, int, int]
+    """(inode, size, time of change)"""
+
+    def size_bytes(self) -> int:
+        return 256
+
+
+Entry = AnyEvent | PendingArtifact
+
+
+class Slot:
+    """A place in the queue whose event is not known yet. Fill it or cancel it; the archiver waits here until then."""
+
+    __slots__ = ("_queue", "event", "is_settled")
+
+    def __init__(self, queue: EventQueue) -> None:
+        self._queue = queue
+        self.event: Entry | None = None
+        self.is_settled = False
+
+    def fill(self, event: AnyEvent) -> None:
+        """This is what belongs here."""
+        self.event = event
+        self._queue.settled(self, event.size_bytes())
+
+    def cancel(self) -> None:
+        """Nothing belongs here."""
+        self._queue.settled(self, 0)
+
+
+class EventQueue:
+    """Events in order, taken by one archiver."""
+
+    def __init__(self) -> None:
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._events: deque[Entry | Slot] = deque()
+        self._bytes = 0
+        self._end = 0
+        self._is_open = True
+
+    def append(self, event: Entry) -> None:
+        """Hand over what was just done."""
+        with self._lock:
+            if self._is_open:
+                self._events.append(event)
+                self._end += 1
+                self._bytes += event.size_bytes()
+
+    def reserve(self) -> Slot:
+        """Take a place for what is about to be done."""
+        slot = Slot(self)
+        with self._lock:
+            if self._is_open:
+                self._events.append(slot)
+                self._end += 1
+        return slot
+
+    def settled(self, slot: Slot, size_bytes: int) -> None:
+        """For `Slot`."""
+        with self._lock:
+            slot.is_settled = True
+            self._bytes += size_bytes
+
+    @property
+    def end(self) -> int:
+        """The ordinal of the last event: what was done before this moment has none above it."""
+        return self._end
+
+    @property
+    def size_bytes(self) -> int:
+        """What waits here."""
+        return self._bytes
+
+    def take(self, size_bytes: int) -> tuple[list[Entry], int]:
+        """Events from the front up to about `size_bytes`, and the ordinal of the last one; for one thread."""
+        events: list[Entry] = []
+        taken = 0
+        with self._lock:
+            while self._events and taken < size_bytes:
+                first = self._events[0]
+                if isinstance(first, Slot):
+                    if not first.is_settled:
+                        break
+                    event = first.event
+                else:
+                    event = first
+                self._events.popleft()
+                if event is not None:
+                    events.append(event)
+                    taken += event.size_bytes()
+            self._bytes -= taken
+            return events, self._end - len(self._events)
+
+    def drop(self) -> int:
+        """Forget what waits, because the chain is broken and a base will follow; the ordinal up to which it is forgotten."""
+        with self._lock:
+            kept: deque[Entry | Slot] = deque(
+                event for event in self._events if isinstance(event, Slot) and not event.is_settled
+            )
+            dropped = self._end - len(kept)
+            self._events, self._bytes = kept, 0
+            return dropped
+
+    def close(self) -> None:
+        """Take nothing more."""
+        with self._lock:
+            self._is_open = False
+            self._events.clear()
+            self._bytes = 0

@@ -1,0 +1,340 @@
+"""A `Disk` that hands every change of a store's files over to the archive's queue (A5).
+
+Terms
+  shipped    files whose bytes go into the log as they are written: WAL segments, hot segments, logs, small files
+  artifact   a file that is complete when it gets its name or is synced, and never changes: tables, compressed segments. It is
+             uploaded as an object of its own
+  ignored    what is made anew or lives in the bucket already: caches, scratch, leases, tokens
+
+Rules
+  1. A change is handed over after it was made and before the call returns, by the thread that made it. Nobody can rely on a
+     change whose event is not in the queue.
+  2. Files are named by inode: that stays when they are renamed, linked, closed and opened again. A number that is used again
+     belongs to another file from its `CreateEvent` on.
+  3. A write that raises is not handed over: what it left is what a torn write leaves.
+  4. A shipped file that comes from elsewhere (staged by a job and renamed) is handed over whole.
+
+Threads: any. Raises what the disk below raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from enum import Enum
+
+from quire.archive.format import (
+    AnyEvent,
+    CreateEvent,
+    DirectoryEvent,
+    LinkEvent,
+    RemoveEvent,
+    RenameEvent,
+    ReserveEvent,
+    TruncateEvent,
+    WriteEvent,
+    ZeroEvent,
+)
+from quire.archive.queue import EventQueue
+from quire.core.limits import KIB, MIB
+from quire.durable import names
+from quire.durable.files import DirectFile, Disk, File, begin_write_back, write_synced
+
+ZEROS = bytes(64 * KIB)
+PIECE_BYTES = 4 * MIB
+"""A large file is handed over in pieces of this size."""
+ARCHIVE_STATE = "archive.json"
+"""In a store's directory: how far the archive has come. About this directory, so it is not shipped."""
+SPOOL = "archive"
+"""In a store's directory: what waits for the bucket."""
+REMOTE_FILES = "remote_files.json"
+"""In a store's directory: artifacts that a restore left in the bucket."""
+
+
+class Shipping(Enum):
+    """What happens to a file."""
+
+    BYTES = "its bytes are shipped as they are written"
+    WHOLE = "it is shipped whole when it is complete"
+    NOT = "it is not shipped"
+
+
+def shipping(path: str) -> Shipping:
+    """What happens to the file of this path, relative to the store's directory.
+
+    >>> shipping("pages/00000007/wal/0000001f.seg").name, shipping("lsm/00000007/sst/000031.sst").name
+    ('BYTES', 'WHOLE')
+    >>> shipping("pages/00000007/cache/00000007/00000002/base:00000003").name, shipping("readers/x.lease").name
+    ('NOT', 'NOT')
+    """
+    parts = path.split("/")
+    match parts[0]:
+        case names.PAGES:
+            return Shipping.BYTES if len(parts) == 4 and parts[2] == "wal" else Shipping.NOT
+        case names.STREAMS:
+            if len(parts) == 4 and parts[2] == names.Tier.WARM:
+                return Shipping.WHOLE
+            return Shipping.NOT if parts[-1].endswith(".lock") else Shipping.BYTES
+        case names.LSM:
+            return Shipping.WHOLE if len(parts) > 2 and parts[-2] == "sst" else Shipping.BYTES
+        case names.CONFIG:
+            return Shipping.BYTES
+        case names.QUARANTINE:
+            return Shipping.WHOLE if path.endswith(".sst") else Shipping.BYTES
+    return Shipping.NOT
+
+
+class Recorder:
+    """A `Disk` over another, for the owner of one store."""
+
+    def __init__(self, inner: Disk, root: str, queue: EventQueue, complete: Callable[[str, str], None]) -> None:
+        """`complete(path, relative)` is told of every artifact that is complete; it hands the event over."""
+        # constant after construction
+        self._inner = inner
+        self._prefix = os.path.join(os.path.abspath(root), "")
+        self.queue = queue
+        self._complete = complete
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._renamed: dict[int, str] | None = None
+        """While a base is read: the files that got another name meanwhile, which its walk may have missed."""
+
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        if not write or (kind := self._kind(path)) is Shipping.NOT:
+            return self._inner.open(path, create=create, exclusive=exclusive, write=write)
+        is_new = exclusive or (create and not self._inner.exists(path))
+        file = self._inner.open(path, create=create, exclusive=exclusive, write=True)
+        if kind is Shipping.WHOLE:
+            return ArtifactFile(file, self)
+        number = inode(file)
+        if is_new:
+            self.queue.append(CreateEvent(number, self._relative(path)))
+        return RecordedFile(file, number, self.queue)
+
+    def completed(self, path: str) -> None:
+        """An artifact is complete, if it has its name by now; for `ArtifactFile`."""
+        if not path.endswith(names.TEMPORARY):
+            self._complete(path, self._relative(path))
+
+    def rename(self, source: str, target: str) -> None:
+        before, after = self._kind(source), self._kind(target)
+        number = self._inode_at(source) if (before, after) != (Shipping.NOT, Shipping.NOT) else 0
+        self._inner.rename(source, target)
+        if after is Shipping.WHOLE:
+            self.completed(target)
+        elif after is Shipping.BYTES and before is Shipping.BYTES:
+            if self._inner.exists(source):
+                return  # both are names of one file: the system leaves them alone
+            with self._lock:
+                self.queue.append(RenameEvent(number, self._relative(source), self._relative(target)))
+                if self._renamed is not None:
+                    self._renamed[number] = target
+        elif after is Shipping.BYTES:
+            for event in whole_file(self._inner, target, self._relative(target)):
+                self.queue.append(event)
+        if before is not Shipping.NOT and (before, after) != (Shipping.BYTES, Shipping.BYTES):
+            self.queue.append(RemoveEvent(number, self._relative(source)))
+
+    def link(self, source: str, target: str) -> None:
+        self._inner.link(source, target)
+        match self._kind(target):
+            case Shipping.WHOLE:
+                self.completed(target)
+            case Shipping.BYTES:
+                self.queue.append(LinkEvent(self._inode_at(target), self._relative(target)))
+
+    def remove(self, path: str) -> None:
+        kind = self._kind(path)
+        number = self._inode_at(path) if kind is not Shipping.NOT else 0
+        self._inner.remove(path)
+        if kind is not Shipping.NOT:
+            self.queue.append(RemoveEvent(number, self._relative(path)))
+
+    def make_dirs(self, path: str) -> None:
+        self._inner.make_dirs(path)
+        relative = self._relative(path)
+        if relative.split("/")[0] in (names.PAGES, names.STREAMS, names.LSM):
+            self.queue.append(DirectoryEvent(relative))
+
+    # ── while a base is read ──────────────────────────────────────────────────────────────────────────────────────────
+    def watch_renames(self) -> None:
+        """From now on remember which files get another name."""
+        with self._lock:
+            self._renamed = {}
+
+    def renamed(self) -> dict[int, str]:
+        """Those that did since the last call, by inode, with their paths."""
+        with self._lock:
+            renamed, self._renamed = self._renamed or {}, {}
+            return renamed
+
+    def end_watch(self) -> None:
+        with self._lock:
+            self._renamed = None
+
+    # ── the rest of a disk ────────────────────────────────────────────────────────────────────────────────────────────
+    def exists(self, path: str) -> bool:
+        return self._inner.exists(path)
+
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
+    def names(self, path: str) -> list[str]:
+        return self._inner.names(path)
+
+    def remove_dir(self, path: str) -> None:
+        self._inner.remove_dir(path)
+
+    def sync_dir(self, path: str) -> None:
+        self._inner.sync_dir(path)
+
+    def _relative(self, path: str) -> str:
+        absolute = os.path.abspath(path)
+        return absolute.removeprefix(self._prefix) if absolute.startswith(self._prefix) else ""
+
+    def _kind(self, path: str) -> Shipping:
+        relative = self._relative(path)
+        return shipping(relative) if relative else Shipping.NOT
+
+    def _inode_at(self, path: str) -> int:
+        file = self._inner.open(path, write=False)
+        try:
+            return inode(file)
+        finally:
+            file.close()
+
+
+class RecordedFile(DirectFile):
+    """A file whose bytes are shipped as they are written."""
+
+    __slots__ = ("_inner", "_number", "_queue")
+
+    def __init__(self, inner: File, number: int, queue: EventQueue) -> None:
+        self._inner = inner
+        self._number = number
+        self._queue = queue
+
+    @property
+    def path(self) -> str:
+        return self._inner.path
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        return self._inner.read_at(size, offset)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        self._inner.write_at(data, offset)
+        self._queue.append(written(self._number, offset, data))
+
+    def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        write_synced(self._inner, data, offset)
+        self._queue.append(written(self._number, offset, data))
+
+    def begin_write_back(self, size: int, offset: int) -> None:
+        begin_write_back(self._inner, size, offset)
+
+    def truncate(self, size: int) -> None:
+        self._inner.truncate(size)
+        self._queue.append(TruncateEvent(self._number, size))
+
+    def allocate(self, size: int) -> None:
+        self._inner.allocate(size)
+        self._queue.append(ReserveEvent(self._number, size))
+
+    def size(self) -> int:
+        return self._inner.size()
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def fileno(self) -> int:
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class ArtifactFile(DirectFile):
+    """A file that is written once: it is complete when it is synced under its own name."""
+
+    __slots__ = ("_inner", "_recorder")
+
+    def __init__(self, inner: File, recorder: Recorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+
+    @property
+    def path(self) -> str:
+        return self._inner.path
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        return self._inner.read_at(size, offset)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        self._inner.write_at(data, offset)
+
+    def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        write_synced(self._inner, data, offset)
+        self._recorder.completed(self.path)
+
+    def begin_write_back(self, size: int, offset: int) -> None:
+        begin_write_back(self._inner, size, offset)
+
+    def truncate(self, size: int) -> None:
+        self._inner.truncate(size)
+
+    def allocate(self, size: int) -> None:
+        self._inner.allocate(size)
+
+    def size(self) -> int:
+        return self._inner.size()
+
+    def sync(self) -> None:
+        self._inner.sync()
+        self._recorder.completed(self.path)
+
+    def fileno(self) -> int:
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def written(number: int, offset: int, data: bytes | bytearray | memoryview) -> AnyEvent:
+    """The event of bytes that were written; a copy, because callers use their buffers again."""
+    if len(data) >= len(ZEROS) and is_zero(data):
+        return ZeroEvent(number, offset, len(data))
+    return WriteEvent(number, offset, bytes(data))
+
+
+def is_zero(data: bytes | bytearray | memoryview) -> bool:
+    """Whether all bytes are zero; a look at the first ones answers it for nearly all data."""
+    view = memoryview(data).cast("B")
+    return all(view[at : at + len(ZEROS)] == ZEROS[: len(view) - at] for at in range(0, len(view), len(ZEROS)))
+
+
+def inode(file: File) -> int:
+    """The number by which the archive knows a file."""
+    number: int | None = getattr(file, "number", None)  # of one that is in the bucket (remote_files.py)
+    return os.fstat(file.fileno()).st_ino if number is None else number
+
+
+def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = None) -> list[AnyEvent]:
+    """A file as it is now, as events; only its name, if its inode was `seen`. It may be written meanwhile: the events of that
+    come later in the log."""
+    file = disk.open(path, write=False)
+    try:
+        number, size = inode(file), file.size()
+        if seen is not None:
+            if number in seen:
+                return [LinkEvent(number, relative)]
+            seen.add(number)
+        events: list[AnyEvent] = [CreateEvent(number, relative)]
+        for offset in range(0, size, PIECE_BYTES):
+            if data := file.read_at(min(PIECE_BYTES, size - offset), offset):
+                events.append(written(number, offset, data))
+        events.append(ReserveEvent(number, size))
+        return events
+    finally:
+        file.close()

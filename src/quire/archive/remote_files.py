@@ -1,0 +1,184 @@
+"""A `Disk` on which some files are in the bucket: what a restore did not download is read from there, range by range (A10).
+
+Terms
+  remote   a file that never changes, whose bytes are an object (`replay.RemoteFile`). It has a path, a size, and can be read,
+           linked, renamed and removed as if it were here
+
+The list of them is remote_files.json in the store's directory; it is replaced whole when it changes, before the call returns.
+
+Threads: any. Raises what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from quire.archive.recorder import REMOTE_FILES
+from quire.archive.replay import RemoteFile, read_remote_files
+from quire.core.cache import ByteCache
+from quire.core.limits import KIB, MIB
+from quire.durable.checksums import crc64
+from quire.durable.files import Disk, File, write_atomic
+from quire.objects.api import ObjectStore
+
+BLOCK_BYTES = 256 * KIB
+"""Read from the bucket at a time: tables are read in blocks of this order, and a request costs more than the bytes."""
+CACHE_BYTES = 64 * MIB
+
+
+class RemoteFiles:
+    """A `Disk` over another, with the files of remote_files.json."""
+
+    def __init__(self, inner: Disk, root: str, objects: Callable[[], ObjectStore]) -> None:
+        # constant after construction
+        self._inner = inner
+        self._root = os.path.abspath(root)
+        self._objects = objects
+        self._cache: ByteCache[tuple[str, int], bytes] = ByteCache(CACHE_BYTES)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._remote = {os.path.join(self._root, path): file for path, file in read_remote_files(inner, root).items()}
+
+    def remote(self, path: str) -> RemoteFile | None:
+        """The file of this path, if it is in the bucket."""
+        return self._remote.get(os.path.abspath(path))
+
+    def read(self, file: RemoteFile, size: int, offset: int) -> bytes:
+        """Bytes of a remote file; fewer only at its end. For `RemoteHandle`."""
+        end = min(offset + size, file.size)
+        parts = []
+        for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            start = number * BLOCK_BYTES
+            block = self._cache.get((file.key, number))
+            if block is None:
+                block = self._objects().get_range(file.key, start, min(BLOCK_BYTES, file.size - start))
+                self._cache.put((file.key, number), block, len(block))
+            parts.append(block[max(offset - start, 0) : end - start])
+        return b"".join(parts)
+
+    def _change(self, remove: str = "", add: str = "", file: RemoteFile | None = None) -> None:
+        """REQUIRES the lock."""
+        if remove:
+            del self._remote[remove]
+        if add and file is not None:
+            self._remote[add] = file
+        listed = {os.path.relpath(path, self._root): kept for path, kept in self._remote.items()}
+        write_atomic(self._inner, os.path.join(self._root, REMOTE_FILES), msgspec.json.encode(listed))
+
+    # ── a disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        if not write and (file := self._remote.get(os.path.abspath(path))) is not None:
+            return RemoteHandle(self, path, file)
+        return self._inner.open(path, create=create, exclusive=exclusive, write=write)
+
+    def exists(self, path: str) -> bool:
+        return os.path.abspath(path) in self._remote or self._inner.exists(path)
+
+    def size(self, path: str) -> int:
+        file = self._remote.get(os.path.abspath(path))
+        return file.size if file is not None else self._inner.size(path)
+
+    def names(self, path: str) -> list[str]:
+        folder = os.path.abspath(path)
+        with self._lock:
+            here = {os.path.basename(name) for name in self._remote if os.path.dirname(name) == folder}
+        try:
+            return sorted(here.union(self._inner.names(path)))
+        except FileNotFoundError:
+            if not here:
+                raise
+            return sorted(here)
+
+    def make_dirs(self, path: str) -> None:
+        self._inner.make_dirs(path)
+
+    def rename(self, source: str, target: str) -> None:
+        with self._lock:
+            if (file := self._remote.get(os.path.abspath(source))) is not None:
+                self._change(os.path.abspath(source), os.path.abspath(target), file)
+                return
+        self._inner.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        with self._lock:
+            if (file := self._remote.get(os.path.abspath(source))) is not None:
+                if self._inner.exists(target) or os.path.abspath(target) in self._remote:
+                    raise FileExistsError(target)
+                self._change(add=os.path.abspath(target), file=file)
+                return
+        self._inner.link(source, target)
+
+    def remove(self, path: str) -> None:
+        with self._lock:
+            if os.path.abspath(path) in self._remote:
+                self._change(os.path.abspath(path))
+                return
+        self._inner.remove(path)
+
+    def remove_dir(self, path: str) -> None:
+        self._inner.remove_dir(path)
+
+    def sync_dir(self, path: str) -> None:
+        self._inner.sync_dir(path)
+
+
+class RemoteHandle:
+    """A remote file, opened to be read."""
+
+    def __init__(self, files: RemoteFiles, path: str, file: RemoteFile) -> None:
+        self._files = files
+        self._path = path
+        self._file = file
+        self._descriptor = -1
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def number(self) -> int:
+        """What stands for its inode in the archive."""
+        return number_of(self._file)
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        return self._files.read(self._file, size, offset)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        raise NotImplementedError("a file in the bucket never changes")
+
+    def size(self) -> int:
+        return self._file.size
+
+    def truncate(self, size: int) -> None:
+        raise NotImplementedError("a file in the bucket never changes")
+
+    def allocate(self, size: int) -> None:
+        raise NotImplementedError("a file in the bucket never changes")
+
+    def sync(self) -> None:
+        """It is durable."""
+
+    def fileno(self) -> int:
+        """A descriptor to tell files apart by (open_files.py), never to read from: nothing maps tables or segments."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptor
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def number_of(file: RemoteFile) -> int:
+    """What stands for the inode of a file that has none here; larger than inodes are."""
+    return crc64(file.key.encode()) | 1 << 63
+
+
+def remote_at(disk: Disk, path: str) -> RemoteFile | None:
+    """The file of this path, if it is in the bucket."""
+    return disk.remote(path) if isinstance(disk, RemoteFiles) else None

@@ -1,0 +1,82 @@
+"""The manifest as rows: read whole for a base of the archive, and written from one (A7, A10).
+
+Rows are taken and put as they are stored, with their checksums: nothing is decoded. Tables of other versions pass unseen.
+
+Threads: one for each object. Raises what the environment raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Self
+
+import lmdb
+
+from quire.core.errors import Corruption
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
+from quire.manifest.overlay import TableRows
+from quire.manifest.reads import ReadTxn, table_named
+
+ROWS_PER_BLOCK = 4096
+
+
+def image(txn: ReadTxn, first_change: int) -> Iterator[TableRows]:
+    """All rows of a manifest that are archived, in blocks; of the change log those from `first_change` on."""
+    for name in (*t.TABLES, CHANGE_LOG_NAME):
+        if name in t.NOT_ARCHIVED:
+            continue
+        start = (first_change,) if name == CHANGE_LOG_NAME else None
+        rows = txn.raw_scan(table_named(name), start=start)
+        while block := list(islice(rows, ROWS_PER_BLOCK)):
+            yield name, block, []
+
+
+class RowImage:
+    """A manifest that is made of rows, for a restore or a standby. Each `apply` is one transaction."""
+
+    def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
+        self._env = ManifestEnv(path, settings or ManifestSettings(), write=True)
+
+    def apply(self, commits: Iterable[Iterable[TableRows]]) -> None:
+        """Put and delete rows, in order, durably."""
+        txn: Any = self._env.begin_write()
+        try:
+            for tables in commits:
+                for name, puts, deletes in tables:
+                    handle = self._env.handles.get(name)
+                    if handle is None:
+                        raise Corruption("the archive has a table that this version does not know", table=name)
+                    with txn.cursor(db=handle) as cursor:
+                        cursor.putmulti(puts)
+                    for key in deletes:
+                        txn.delete(key, db=handle)
+            txn.commit()
+        except lmdb.Error as error:
+            txn.abort()
+            raise self._env.explain(error) from error
+        except BaseException:
+            txn.abort()
+            raise
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Empty some tables."""
+        txn: Any = self._env.begin_write()
+        for name in names:
+            txn.drop(self._env.handles[name], delete=False)
+        txn.commit()
+
+    def read(self) -> ReadTxn:
+        """The rows so far."""
+        return ReadTxn(self._env)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

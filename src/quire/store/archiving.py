@@ -1,0 +1,71 @@
+"""A store and its archive, wired together: the disk that hands changes over, and files that a restore left in the bucket.
+
+Threads: the opener's. Raises `InvalidConfig`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.archive.archiver import Archiver
+from quire.archive.recorder import REMOTE_FILES
+from quire.archive.remote_files import RemoteFiles
+from quire.core.errors import InvalidConfig
+from quire.store import object_location
+from quire.store.layout import objects_url
+from quire.store.store import Store
+
+if TYPE_CHECKING:
+    from quire.core.settings import StoreSettings
+    from quire.durable.files import Disk
+    from quire.durable.locks import FileLock
+    from quire.manifest.store import ManifestStore
+    from quire.objects.api import ObjectStore
+    from quire.store.wiring import Wiring
+
+
+def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, lock: FileLock, disk: Disk) -> Store:
+    """The store of an owner. With archiving on, every file it opens to write is one that hands its changes over."""
+    store: Store
+    wiring: Wiring
+    below = _with_remote_files(disk, root, lambda: store.objects)
+    if settings.archive.mode == "off":
+        store = Store(root, settings, manifest, lock, below)
+        return store
+    place = object_location.place_of(root, settings.object_store)
+    if object_location.is_inside(root, place) or place.startswith("memory://"):
+        raise InvalidConfig(
+            "the archive needs an object store outside the store's directory",
+            hint="set object_store in quire.toml to a bucket, or to a directory on another disk",
+            object_store=settings.object_store,
+        )
+    manifest.ensure_owner_epoch()
+    archiver = Archiver(
+        root=root,
+        disk=below,
+        clock=manifest.clock,
+        manifest=manifest,
+        objects=lambda: wiring.stores(objects_url(root, settings)),  # also while the store is being closed
+        settings=settings.archive,
+        fence=manifest.writer.fence,
+    )
+    store = Store(root, settings, manifest, lock, archiver.recorder)
+    wiring = store._need_wiring()
+    store.archive = archiver
+    return store
+
+
+def open_beside(root: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk) -> Store:
+    """The store of a reader."""
+    store: Store
+    store = Store(root, settings, manifest, None, _with_remote_files(disk, root, lambda: store.objects))
+    return store
+
+
+def _with_remote_files(disk: Disk, root: str, objects: Callable[[], ObjectStore]) -> Disk:
+    """The disk, with what a restore left in the bucket."""
+    if not disk.exists(os.path.join(root, REMOTE_FILES)):
+        return disk
+    return RemoteFiles(disk, root, objects)

@@ -1,0 +1,187 @@
+"""A store comes back from its bucket (A10): the files, then the manifest, then the rows that speak of the former machine.
+
+Restoring claims nothing: what it makes reads as of the moment it was restored to, and writes after `quire takeover`. Chunks,
+tables and compressed segments stay in the bucket and are read on demand.
+
+What is on disk at each step, and what comes next if it stops there:
+  directory made     an empty directory with .files/        refused by the next restore: not empty
+  base, log applied  files, and rows of some of the log     the same
+  corrected          everything but quire.toml              the same
+  named              quire.toml: it is a store              opens
+
+Threads: one. Raises `InvalidInput`, `ObjectNotFound`, `Corruption`, and what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.archive.chain import RestorePoint, base_events, find, log_events, store_ids
+from quire.archive.format import NO_DIGEST, Position
+from quire.archive.replay import Origin, Replay, write_origin
+from quire.core.errors import InvalidInput, ObjectNotFound
+from quire.core.settings import load
+from quire.durable import names
+from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
+from quire.manifest.records import MetaRecord, Residency
+from quire.objects.open import open_store
+from quire.objects.owner_record import OwnerFile, write_file
+from quire.store import layout, object_location
+
+if TYPE_CHECKING:
+    from quire.manifest.overlay import TableRows
+    from quire.manifest.reads import ReadTxn
+    from quire.objects.api import ObjectStore
+    from quire.objects.options import StoreOptions
+
+Progress = Callable[[str, int, int], None]
+"""(step, done, total)"""
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What a restore found and made."""
+
+    path: str
+    store_id: str
+    position: Position
+    at_ms: int
+    newest: Position
+    """The newest log object of that owner: what came after `position` was not restored."""
+    objects: int
+    bytes: int
+    """Read from the bucket."""
+    files: int
+    remote_files: int
+    seconds: float
+
+
+def restore(
+    url: str,
+    directory: str | os.PathLike[str],
+    *,
+    at_ms: int | None = None,
+    store_id: str = "",
+    options: StoreOptions | None = None,
+    disk: Disk | None = None,
+    progress: Progress | None = None,
+) -> Restored:
+    """Make a store of what is in the bucket at `url`: the newest state, or the newest one not after `at_ms`."""
+    started = time.monotonic()
+    disk = disk or OsDisk()
+    root = os.path.abspath(os.fspath(directory))
+    if layout.look(disk, root) not in (layout.Found.NOTHING, layout.Found.EMPTY):
+        raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
+    bucket = open_store(url, options=options)
+    try:
+        point = find(bucket, store_id or the_store(bucket), at_ms)
+        disk.make_dirs(root)
+        with Replay(disk, root) as replay:
+            digest, count, size = _replay(bucket, point, replay, progress or _silent)
+            _correct(replay, root, url)
+            owner = OwnerFile(
+                store_id=point.store_id,
+                epoch=point.position.epoch,
+                session=0,
+                nonce="",
+                successor=f"{point.position.epoch:08x}.00000000",
+                successor_text=f"this directory was restored from {bucket.url}",
+            )
+            write_file(disk, root, owner)
+            origin = Origin(
+                store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
+            )
+            write_origin(disk, root, origin)
+            _write_config(disk, root, url)
+            replay.finish()
+        return Restored(
+            path=root,
+            store_id=point.store_id,
+            position=point.position,
+            at_ms=point.at_ms,
+            newest=point.newest,
+            objects=count,
+            bytes=size,
+            files=replay.files,
+            remote_files=len(replay.remote),
+            seconds=time.monotonic() - started,
+        )
+    finally:
+        bucket.close()
+
+
+def _silent(step: str, done: int, total: int) -> None:
+    """Nobody looks."""
+
+
+def the_store(bucket: ObjectStore) -> str:
+    """The one store that has something in a bucket."""
+    known = store_ids(bucket)
+    if len(known) == 1:
+        return known[0]
+    if not known:
+        raise ObjectNotFound("there is no store in this bucket", hint="check the URL and its prefix", store=bucket.url)
+    raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=known)
+
+
+def _replay(bucket: ObjectStore, point: RestorePoint, replay: Replay, progress: Progress) -> tuple[bytes, int, int]:
+    """(digest of the last object, objects, bytes)"""
+    first = Position(point.position.epoch, point.base.first_log)
+    parts, logs = len(point.base.parts), point.position.number - first.number + 1
+    size = sum(part_size for _, part_size, _ in point.base.parts)
+    for number, events in enumerate(base_events(bucket, point.base), 1):
+        replay.apply(events)
+        progress("base", number, parts)
+    last = NO_DIGEST
+    for number, (header, digest, events) in enumerate(log_events(bucket, point.store_id, first, point.position), 1):
+        replay.apply(events)
+        size, last = size + header.body_bytes, digest
+        progress("log", number, logs)
+    return last, parts + logs, size
+
+
+def _write_config(disk: Disk, root: str, url: str) -> None:
+    """The store's own quire.toml, with the bucket it came from."""
+    path = os.path.join(root, names.CONFIG)
+    try:
+        text = read_all(disk, path).decode()
+    except FileNotFoundError:
+        layout.write_config(disk, root, url)
+        return
+    if load(text.encode()).object_store != url:
+        quoted = url.replace("\\", "\\\\").replace('"', '\\"')
+        lines = [line for line in text.splitlines() if not line.replace(" ", "").startswith("object_store=")]
+        write_atomic(disk, path, "\n".join([f'object_store = "{quoted}"', *lines, ""]).encode())
+
+
+# ── rows that speak of the former machine ─────────────────────────────────────────────────────────────────────────────
+def _correct(replay: Replay, root: str, url: str) -> None:
+    """Hot copies of chunks did not come; objects are where they were read from; the feed begins with its first change."""
+    rows = replay.rows()
+    with rows.read() as txn:
+        corrections = [block for table in (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX) for block in _evicted(txn, table)]
+        meta = [(t.OBJECT_PLACE, MetaRecord(text=object_location.place_of(root, url)))]
+        first = next(txn.raw_scan(CHANGE_LOG), None)
+        oldest, head = txn.feed_bounds()
+        held = CHANGE_LOG.key.unpack(first[0])[0] if first is not None else head + 1
+        if held > oldest:
+            meta.append(("oldest_sequence", MetaRecord(number=held)))
+    pack = t.META.key.pack
+    corrections.append((t.META.name, t.META.rows.encode_all([(pack(name), row) for name, row in meta]), []))
+    rows.apply([corrections])
+
+
+def _evicted(txn: ReadTxn, table: t.Table[Any]) -> Iterator[TableRows]:
+    changed = [
+        (table.key.pack(*key), msgspec.structs.replace(row, residency=Residency.EVICTED))
+        for key, row in txn.scan(table)
+        if row.residency is Residency.LOCAL_AND_REMOTE
+    ]
+    if changed:
+        yield table.name, table.rows.encode_all(changed), []

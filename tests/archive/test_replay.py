@@ -1,0 +1,166 @@
+"""A directory made of events equals the one that handed them over, wherever a base was read meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from quire.archive.format import AnyEvent, BaseEvent, CreateEvent, RenameEvent, WriteEvent
+from quire.archive.queue import EventQueue
+from quire.archive.recorder import Recorder, whole_file
+from quire.archive.replay import Replay
+from quire.core.errors import Corruption
+from quire.durable.files import OsDisk, preallocate, write_atomic
+
+FOLDER = "pages/00000001/wal"
+NAMES = [f"{FOLDER}/0000000{number}.seg" for number in range(5)]
+
+
+def contents(root: str) -> dict[str, bytes]:
+    tree = {}
+    for folder, _, names in os.walk(os.path.join(root, "pages")):
+        for name in names:
+            path = os.path.join(folder, name)
+            tree[os.path.relpath(path, root)] = Path(path).read_bytes()
+    return tree
+
+
+def taken(queue: EventQueue) -> list[AnyEvent]:
+    return queue.take(1 << 62)[0]  # type: ignore[return-value]
+
+
+class Mirrored(RuleBasedStateMachine):
+    """Random work on files. A base is read in steps between which the work goes on; what was handed over since it began is
+    replayed over it, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import tempfile
+
+        self.home = tempfile.TemporaryDirectory()
+        self.root = os.path.join(self.home.name, "owner")
+        os.makedirs(os.path.join(self.root, FOLDER))
+        self.queue = EventQueue()
+        self.disk = Recorder(OsDisk(), self.root, self.queue, lambda path, relative: None)
+        self.base: list[AnyEvent] | None = None
+        self.log: list[AnyEvent] = []
+        self.walk: list[str] = []
+        self.seen: set[int] = set()
+
+    def at(self, name: str) -> str:
+        return os.path.join(self.root, name)
+
+    def collect(self) -> None:
+        events = taken(self.queue)
+        if self.base is not None:
+            self.log += events
+
+    @rule(name=st.sampled_from(NAMES), size=st.sampled_from([0, 10, 200_000]))
+    def create(self, name: str, size: int) -> None:
+        if not os.path.exists(self.at(name)):
+            if size:
+                preallocate(self.disk, self.at(name), size).close()
+            else:
+                self.disk.open(self.at(name), create=True).close()
+
+    @rule(name=st.sampled_from(NAMES), offset=st.integers(0, 300), data=st.binary(min_size=1, max_size=40))
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        if os.path.exists(self.at(name)):
+            file = self.disk.open(self.at(name))
+            file.write_at(data, offset)
+            file.sync()
+            file.close()
+
+    @rule(name=st.sampled_from(NAMES), size=st.integers(0, 400))
+    def truncate(self, name: str, size: int) -> None:
+        if os.path.exists(self.at(name)):
+            file = self.disk.open(self.at(name))
+            file.truncate(size)
+            file.close()
+
+    @rule(former=st.sampled_from(NAMES), name=st.sampled_from(NAMES))
+    def rename(self, former: str, name: str) -> None:
+        if os.path.exists(self.at(former)) and former != name:
+            self.disk.rename(self.at(former), self.at(name))
+
+    @rule(former=st.sampled_from(NAMES), name=st.sampled_from(NAMES))
+    def link(self, former: str, name: str) -> None:
+        if os.path.exists(self.at(former)) and not os.path.exists(self.at(name)):
+            self.disk.link(self.at(former), self.at(name))
+
+    @rule(name=st.sampled_from(NAMES))
+    def remove(self, name: str) -> None:
+        if os.path.exists(self.at(name)):
+            self.disk.remove(self.at(name))
+
+    @rule(name=st.sampled_from(NAMES), data=st.binary(max_size=40))
+    def replace(self, name: str, data: bytes) -> None:
+        write_atomic(self.disk, self.at(name), data)
+
+    @precondition(lambda self: self.base is None)
+    @rule()
+    def begin_base(self) -> None:
+        self.collect()
+        self.base = []
+        self.disk.watch_renames()
+        self.walk = sorted(contents(self.root))
+        self.seen = set()
+
+    @precondition(lambda self: self.base is not None and self.walk)
+    @rule()
+    def read_one_file(self) -> None:
+        self.read(self.at(self.walk.pop(0)))
+
+    def read(self, path: str) -> None:
+        assert self.base is not None
+        try:
+            self.base += whole_file(OsDisk(), path, os.path.relpath(path, self.root), self.seen)
+        except FileNotFoundError:
+            return
+
+    @precondition(lambda self: self.base is not None and not self.walk)
+    @rule()
+    def restore(self) -> None:
+        assert self.base is not None
+        while renamed := {n: path for n, path in self.disk.renamed().items() if n not in self.seen}:
+            for path in renamed.values():
+                self.read(path)
+        self.collect()
+        target = os.path.join(self.home.name, f"restored-{len(os.listdir(self.home.name))}")
+        with Replay(OsDisk(), target) as replay:
+            replay.apply(self.base)
+            replay.apply(self.log)
+            replay.apply([BaseEvent(0, ())])
+            assert contents(target) == contents(self.root)
+            replay.finish()
+        assert contents(target) == contents(self.root)
+        self.disk.end_watch()
+        self.base, self.log = None, []
+
+    def teardown(self) -> None:
+        self.home.cleanup()
+
+
+TestMirrored = Mirrored.TestCase
+
+
+@pytest.mark.parametrize("path", ["../x", "pages/../../x", "pages//x", "etc/passwd", "pages/a\0b"])
+def test_a_path_that_leaves_the_store_is_refused(tmp_path: Path, path: str) -> None:
+    with Replay(OsDisk(), str(tmp_path / "r")) as replay, pytest.raises(Corruption):
+        replay.apply([CreateEvent(1, path)])
+
+
+@given(st.sampled_from([WriteEvent(7, 0, b"x"), RenameEvent(7, NAMES[0], NAMES[1])]))
+def test_an_unknown_file_is_passed_over_only_before_the_base_counts(event: AnyEvent) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as home, Replay(OsDisk(), os.path.join(home, "r")) as replay:
+        replay.apply([event])
+        replay.apply([BaseEvent(0, ())])
+        with pytest.raises(Corruption, match="never made"):
+            replay.apply([event])
