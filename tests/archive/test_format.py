@@ -115,6 +115,5 @@ def test_the_page_shows_the_header_as_it_is() -> None:
     text = Path("docs/formats/archive.md").read_text("utf-8")
     assert f"{f.HEADER_BYTES} bytes" in text
     offsets = [int(row) for row in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
-    assert offsets[0] == 0 and offsets[-1] == f.HEADER.size
     sizes = [struct.calcsize("<" + part) for part in re.findall(r"\d*[a-zA-Z]", f.HEADER.format.lstrip("<"))]
     assert offsets == [sum(sizes[:index]) for index in range(len(sizes) + 1)]

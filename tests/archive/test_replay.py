@@ -46,7 +46,7 @@ class Mirrored(RuleBasedStateMachine):
         self.root = os.path.join(self.home.name, "owner")
         os.makedirs(os.path.join(self.root, FOLDER))
         self.queue = EventQueue()
-        self.disk = Recorder(OsDisk(), self.root, self.queue, lambda path, relative: None)
+        self.disk = Recorder(OsDisk(), self.root, self.queue, lambda *_: None)
         self.base: list[AnyEvent] | None = None
         self.log: list[AnyEvent] = []
         self.walk: list[str] = []

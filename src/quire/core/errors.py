@@ -173,6 +173,10 @@ class WouldDropEverything(Conflict):
     """A retention policy would leave no snapshot, and nobody said that this is meant."""
 
 
+class ArchiveAhead(Conflict):
+    """The archive has changes that this directory lacks: taking over from it would give them up."""
+
+
 class StalePlan(Conflict):
     """What the change was planned on is no longer so."""
 

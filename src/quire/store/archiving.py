@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from quire.archive.archiver import Archiver
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.core.errors import InvalidConfig
+from quire.archive.replay import read_origin
+from quire.archive.sealing import former_epoch, missed, seal
+from quire.core.errors import ArchiveAhead, InvalidConfig
 from quire.store import object_location
 from quire.store.layout import objects_url
 from quire.store.store import Store
@@ -69,3 +71,27 @@ def _with_remote_files(disk: Disk, root: str, objects: Callable[[], ObjectStore]
     if not disk.exists(os.path.join(root, REMOTE_FILES)):
         return disk
     return RemoteFiles(disk, root, objects)
+
+
+def refuse_behind(store: Store, *, discard: bool) -> None:
+    """Raise `ArchiveAhead` if the archive has changes that this directory was restored without."""
+    origin = read_origin(store.disk, store.path)
+    if origin is None or discard:
+        return
+    behind = list(missed(store.objects, origin.store_id, origin.position))
+    if behind:
+        raise ArchiveAhead(
+            "the archive has changes that this directory lacks",
+            hint="restore again with --takeover, which includes them; `quire takeover --discard` gives them up",
+            restored=str(origin.position),
+            newest=str(behind[-1]),
+        )
+
+
+def seal_former(store: Store) -> None:
+    """End the log of the owner before this one, if it has one: it is fenced with its next upload."""
+    with store.manifest.read() as txn:
+        store_id, epoch = txn.store_id(), txn.owner_epoch()
+    former = former_epoch(store.objects, store_id, epoch)
+    if former:
+        seal(store.objects, store_id, former, epoch, store.manifest.clock.now_ms())

@@ -29,7 +29,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_location
-from quire.store.archiving import open_archived, open_beside
+from quire.store.archiving import open_archived, open_beside, refuse_behind, seal_former
 from quire.store.store import Mode, Store
 
 
@@ -42,6 +42,7 @@ def open(  # noqa: A001 - `quire.open` reads as it should
     clock: Clock | None = None,
     repair: bool = False,
     takeover: bool = False,
+    discard: bool = False,
     moved: bool = False,
     disk: Disk | None = None,
 ) -> Store:
@@ -49,7 +50,8 @@ def open(  # noqa: A001 - `quire.open` reads as it should
 
     `settings` replace those of quire.toml for this opening; only where objects live stays quire.toml's (for a new store
     it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `takeover=True` makes this
-    directory the owner of its bucket: another copy of the store that writes there is fenced. `moved=True` accepts that the
+    directory the owner of its bucket: another copy of the store that writes there is fenced; `discard=True` does so even if the
+    archive has newer changes than this directory, and gives them up. `moved=True` accepts that the
     objects were copied to where quire.toml says now. `clock` and `disk` are seams for tests; LMDB and remote objects do not
     pass through `disk`.
     """
@@ -61,7 +63,9 @@ def open(  # noqa: A001 - `quire.open` reads as it should
         return _open_reader(root, settings, clock, disk)
     if mode != "rw":
         raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
-    return _open_owner(root, create, settings, clock, disk, repair=repair, takeover=takeover, moved=moved)
+    return _open_owner(
+        root, create, settings, clock, disk, repair=repair, takeover=takeover, discard=discard, moved=moved
+    )
 
 
 def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
@@ -87,6 +91,7 @@ def _open_owner(
     *,
     repair: bool,
     takeover: bool,
+    discard: bool,
     moved: bool,
 ) -> Store:
     found = layout.look(disk, root)
@@ -119,7 +124,7 @@ def _open_owner(
         lock.close()
         raise
     try:
-        _see_to_objects(store, takeover=takeover, moved=moved)
+        _see_to_objects(store, takeover=takeover, discard=discard, moved=moved)
         if store.archive is not None:
             store.archive.start()  # in the owner epoch that a takeover has begun
         manifest.jobs.recover()
@@ -137,7 +142,7 @@ def _open_owner(
     return store
 
 
-def _see_to_objects(store: Store, *, takeover: bool, moved: bool) -> None:
+def _see_to_objects(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:
     """Whether the objects are where quire.toml says, and whether this directory may write them: no bucket is asked for that."""
     if moved:
         store.moved_objects = object_location.accept_moved(store.context, store.path, store.settings)
@@ -145,7 +150,9 @@ def _see_to_objects(store: Store, *, takeover: bool, moved: bool) -> None:
         with store.manifest.read() as txn:
             object_location.check(txn, store.path, store.settings)
     if takeover:
+        refuse_behind(store, discard=discard)
         store.rights.take_over()
+        seal_former(store)
     elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
         store.rights.refuse_fenced()
 

@@ -21,19 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, base_events, find, log_events, store_ids
+from quire.archive.chain import RestorePoint, base_events, epochs, find, log_events, store_ids
 from quire.archive.format import NO_DIGEST, Position
 from quire.archive.replay import Origin, Replay, write_origin
+from quire.archive.sealing import seal
+from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ObjectNotFound
-from quire.core.settings import load
+from quire.core.settings import StoreSettings, load
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.records import MetaRecord, Residency
+from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.objects.open import open_store
 from quire.objects.owner_record import OwnerFile, write_file
-from quire.store import layout, object_location
+from quire.objects.ownership import newest_owner
+from quire.store import layout, object_location, opening
 
 if TYPE_CHECKING:
     from quire.manifest.overlay import TableRows
@@ -69,12 +73,22 @@ def restore(
     at_ms: int | None = None,
     store_id: str = "",
     options: StoreOptions | None = None,
+    takeover: bool = False,
     disk: Disk | None = None,
+    clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Restored:
-    """Make a store of what is in the bucket at `url`: the newest state, or the newest one not after `at_ms`."""
+    """Make a store of what is in the bucket at `url`: the newest state, or the newest one not after `at_ms`.
+
+    `takeover=True` ends the log of the owner that wrote it, includes what it wrote meanwhile, and makes this directory the
+    owner.
+    """
     started = time.monotonic()
-    disk = disk or OsDisk()
+    disk, clock = disk or OsDisk(), clock or SystemClock()
+    if takeover and at_ms is not None:
+        raise InvalidInput(
+            "a restore into the past does not take over by itself", hint="run `quire takeover --discard`"
+        )
     root = os.path.abspath(os.fspath(directory))
     if layout.look(disk, root) not in (layout.Found.NOTHING, layout.Found.EMPTY):
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
@@ -84,7 +98,20 @@ def restore(
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
             digest, count, size = _replay(bucket, point, replay, progress or _silent)
+            if takeover:
+                point, digest = _seal(bucket, point, digest, replay, clock)
             _correct(replay, root, url)
+            origin = Origin(
+                store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
+            )
+            write_origin(disk, root, origin)
+            _write_config(disk, root, url)
+            replay.finish()
+        _recover(root, disk, clock)
+        if takeover:
+            with opening.open(root, takeover=True, clock=clock, disk=disk, settings=_quiet(disk, root)):
+                pass
+        else:
             owner = OwnerFile(
                 store_id=point.store_id,
                 epoch=point.position.epoch,
@@ -94,12 +121,6 @@ def restore(
                 successor_text=f"this directory was restored from {bucket.url}",
             )
             write_file(disk, root, owner)
-            origin = Origin(
-                store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
-            )
-            write_origin(disk, root, origin)
-            _write_config(disk, root, url)
-            replay.finish()
         return Restored(
             path=root,
             store_id=point.store_id,
@@ -144,6 +165,43 @@ def _replay(bucket: ObjectStore, point: RestorePoint, replay: Replay, progress: 
         size, last = size + header.body_bytes, digest
         progress("log", number, logs)
     return last, parts + logs, size
+
+
+def _seal(
+    bucket: ObjectStore, point: RestorePoint, digest: bytes, replay: Replay, clock: Clock
+) -> tuple[RestorePoint, bytes]:
+    """End the log of the owner that wrote it, and apply what it wrote until then. Behind a broken chain that means nothing: the
+    restored state is the last one that makes sense."""
+    newest = newest_owner(bucket, point.store_id)
+    successor = max(newest[0] if newest is not None else 0, *epochs(bucket, point.store_id)) + 1
+    epoch, now_ms = point.position.epoch, clock.now_ms()
+    if point.newest != point.position:
+        seal(bucket, point.store_id, epoch, successor, now_ms)
+        return point, digest
+    last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, overtaken=replay.apply)
+    return msgspec.structs.replace(point, position=last, newest=last), digest
+
+
+def _recover(root: str, disk: Disk, clock: Clock) -> None:
+    """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
+    with opening.open(root, create=False, settings=_quiet(disk, root), clock=clock, disk=disk) as store:
+        store.rights.refuse("a restored directory is nobody's until it is taken over")
+        with store.manifest.read() as txn:
+            written = [
+                db_id for (db_id,), row in txn.scan(t.DB) if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
+            ]
+        for db_id in written:
+            store.pages.open(db_id)
+
+
+def _quiet(disk: Disk, root: str) -> StoreSettings:
+    """The store's settings, with nothing that works in the background."""
+    settings = layout.read_config(disk, root, None)
+    return msgspec.structs.replace(
+        settings,
+        maintenance=msgspec.structs.replace(settings.maintenance, enabled=False),
+        archive=msgspec.structs.replace(settings.archive, mode="off"),
+    )
 
 
 def _write_config(disk: Disk, root: str, url: str) -> None:

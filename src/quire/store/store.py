@@ -144,6 +144,11 @@ class Store:
         return "r" if self._lock is None else "rw"
 
     @property
+    def disk(self) -> Disk:
+        """What the store's files are opened with."""
+        return self._disk
+
+    @property
     def manifest(self) -> ManifestStore:
         """The catalog of everything in the store."""
         self._check()

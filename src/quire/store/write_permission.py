@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, ReadOnly
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.objects.ownership import Ownership, OwnerState, refuse_fenced
@@ -42,6 +42,7 @@ class ObjectRights:
         self._lock = threading.Lock()
         self._raw: DeletableStore | None = None
         self._is_written_down = False
+        self._refusal = ""
         with manifest.read() as txn:
             epoch, store_id, legacy = txn.owner_epoch(), txn.store_id(), txn.current_namespace()[1].legacy
             self._is_written_down = object_location.remembered(txn) == self._place
@@ -68,6 +69,8 @@ class ObjectRights:
 
     def before_put(self) -> None:
         """The place is written down, and the store is ours: nearly always known without asking anybody."""
+        if self._refusal:
+            raise ReadOnly(self._refusal, hint="`quire takeover` makes this directory the owner", path=self._path)
         if self._ownership is not None:
             self._ownership.check()
         if not self._is_written_down:
@@ -76,8 +79,14 @@ class ObjectRights:
                     object_location.remember(self._manifest, self._place)
                     self._is_written_down = True
 
+    def refuse(self, reason: str) -> None:
+        """Put and delete nothing: this process only completes a directory that is nobody's yet."""
+        self._refusal = reason
+
     def before_delete(self) -> None:
         """Before a batch of deletions: the bucket is asked each time."""
+        if self._refusal:
+            raise ReadOnly(self._refusal, path=self._path)
         if self._ownership is not None:
             self._ownership.confirm()
 

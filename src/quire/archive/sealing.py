@@ -1,0 +1,97 @@
+"""A takeover ends the log of the owner before it: the seal takes the number that owner would write next (A2).
+
+The deposed owner meets a name that is taken, and is fenced before it acknowledges anything that its successor does not have.
+
+Threads: any. Raises what the object store raises, and `StoreFenced` where somebody else has taken over meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+from quire.archive.chain import epochs, last_object
+from quire.archive.format import (
+    NO_DIGEST,
+    NONE,
+    AnyEvent,
+    Header,
+    Kind,
+    Position,
+    decode_header,
+    decode_object,
+    encode_object,
+    log_key,
+)
+from quire.core.errors import AlreadyExists, StoreFenced
+from quire.durable.failpoints import hit
+from quire.objects.api import ExistingObject, ObjectStore
+
+
+def former_epoch(store: ObjectStore, store_id: str, epoch: int) -> int:
+    """The newest archived owner epoch below this one; 0 if there is none."""
+    return max((known for known in epochs(store, store_id) if known < epoch), default=0)
+
+
+def seal(
+    store: ObjectStore,
+    store_id: str,
+    epoch: int,
+    successor: int,
+    at_ms: int,
+    *,
+    overtaken: Callable[[list[AnyEvent]], None] | None = None,
+) -> tuple[Position, bytes]:
+    """Seal the log of `epoch`; position and digest of its last object. `overtaken` is given what its owner wrote meanwhile."""
+    last = last_object(store, store_id, epoch)
+    header, digest = (last[1], last[2]) if last is not None else (None, NO_DIGEST)
+    while True:
+        if header is not None and header.kind is Kind.SEAL:
+            return _sealed_already(header, successor)
+        number = header.position.number + 1 if header is not None else 0
+        key = log_key(store_id, Position(epoch, number))
+        ending = Header(
+            kind=Kind.SEAL,
+            position=Position(epoch, number),
+            parent=header.position if header is not None else Position(0, 0),
+            parent_digest=digest,
+            at_ms=at_ms,
+            restorable=header.restorable if header is not None else NONE,
+            base=header.base if header is not None else NONE,
+            successor=successor,
+        )
+
+        def is_ours(existing: ExistingObject) -> bool:
+            found = decode_header(existing.read_all(), existing.info.key)
+            return found.kind is Kind.SEAL and found.successor == successor
+
+        hit("archive.seal.before")
+        try:
+            store.put(key, encode_object(ending, []), create_only=True, identity=is_ours)
+        except AlreadyExists:  # the owner was quicker
+            data = store.get(key)
+            header, events = decode_object(data, key)
+            digest = hashlib.sha256(data).digest()
+            if header.kind is not Kind.SEAL and overtaken is not None:
+                overtaken(events)
+            continue
+        hit("archive.seal.put")
+        return ending.parent, digest
+
+
+def _sealed_already(header: Header, successor: int) -> tuple[Position, bytes]:
+    if header.successor > successor:
+        raise StoreFenced(
+            f"owner epoch {header.successor} has taken this store over",
+            hint="restore its archive, or write to it",
+            sealed=str(header.position),
+        )
+    return header.parent, header.parent_digest
+
+
+def missed(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:
+    """The log objects of an epoch behind a position: what a directory restored to it does not have."""
+    last = last_object(store, store_id, position.epoch)
+    if last is not None:
+        end = last[1].position.number - (last[1].kind is Kind.SEAL)
+        yield from (Position(position.epoch, number) for number in range(position.number + 1, end + 1))
