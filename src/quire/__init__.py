@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.core.errors import (
         AccessDenied,
         AlreadyExists,
+        ArchiveAhead,
         ArtifactGone,
         ChecksumMismatch,
         ConfigMismatch,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         ManifestDamaged,
         ManifestIntegrityError,
         NameTaken,
+        NotArchived,
         NotFound,
         NotWritable,
         ObjectNotFound,
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     )
     from quire.core.object_settings import ObjectSettings
     from quire.core.settings import (
+        ArchiveSettings,
         FeedSettings,
         LsmSettings,
         MaintenanceSettings,
@@ -94,6 +97,7 @@ if TYPE_CHECKING:
     from quire.pages.view import SnapshotView
     from quire.service.client import connect
     from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
+    from quire.store.restoring import Restored, restore
     from quire.store.store import Store
     from quire.stream.state import Retention
     from quire.stream.stream import Stream
@@ -103,6 +107,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
+    "ArchiveAhead",
+    "ArchiveSettings",
     "ArtifactGone",
     "ChecksumMismatch",
     "ConfigMismatch",
@@ -133,6 +139,7 @@ __all__ = [
     "ManifestLogSettings",
     "ManifestSettings",
     "NameTaken",
+    "NotArchived",
     "NotFound",
     "NotWritable",
     "ObjectNotFound",
@@ -146,6 +153,7 @@ __all__ = [
     "ReadOnly",
     "RefcountUnderflow",
     "Replica",
+    "Restored",
     "Retention",
     "RetentionRecord",
     "ServiceSettings",
@@ -183,12 +191,14 @@ __all__ = [
     "connect",
     "iterate",
     "open",
+    "restore",
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every misspelt name
     _HOMES = dict.fromkeys(__all__, "quire.core.errors") | {
         "iterate": "quire.core.async_bridge",
         "ObjectSettings": "quire.core.object_settings",
+        "ArchiveSettings": "quire.core.settings",
         "FeedSettings": "quire.core.settings",
         "LsmSettings": "quire.core.settings",
         "MaintenanceSettings": "quire.core.settings",
@@ -207,6 +217,8 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "SnapshotView": "quire.pages.view",
         "connect": "quire.service.client",
         "open": "quire.store.opening",
+        "Restored": "quire.store.restoring",
+        "restore": "quire.store.restoring",
         "Store": "quire.store.store",
         "Retention": "quire.stream.state",
         "Stream": "quire.stream.stream",

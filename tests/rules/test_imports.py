@@ -19,7 +19,7 @@ LAYERS = [
     {"durable"},
     {"objects"},
     {"manifest"},
-    {"pages", "stream", "lsm"},
+    {"pages", "stream", "lsm", "archive"},
     {"jobs", "sqlite"},
     {"service"},
     {"spark"},

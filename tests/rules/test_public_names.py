@@ -18,6 +18,7 @@ from tests.rules.tree import ROOT, SRC, imports, parse, sources
 
 # A name here is a promise to users: taking one away is a breaking change and belongs in the changelog.
 FUNCTIONS_AND_CLASSES = [
+    "ArchiveSettings",
     "DbKind",
     "FeedSettings",
     "JobKind",
@@ -30,6 +31,7 @@ FUNCTIONS_AND_CLASSES = [
     "ObjectSettings",
     "PagesSettings",
     "Replica",
+    "Restored",
     "Retention",
     "RetentionRecord",
     "ServiceSettings",
@@ -42,6 +44,7 @@ FUNCTIONS_AND_CLASSES = [
     "connect",
     "iterate",
     "open",
+    "restore",
 ]
 PACKAGES = {
     "quire.lsm": ["BulkWriter", "Load", "begin_load", "published"],
@@ -81,6 +84,7 @@ ERRORS = [
     "WrongKind",
     "WrongThread",
     "ReadOnly",
+    "NotArchived",
     "NotFound",
     "StoreNotFound",
     "UnknownDatabase",
@@ -93,6 +97,7 @@ ERRORS = [
     "Conflict",
     "NameTaken",
     "AlreadyExists",
+    "ArchiveAhead",
     "DatabaseTombstoned",
     "ArtifactGone",
     "StillReferenced",

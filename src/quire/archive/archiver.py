@@ -30,24 +30,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-import msgspec
-
+from quire.archive.bases import everything
 from quire.archive.chain import last_object
 from quire.archive.format import (
-    NO_DIGEST,
     NONE,
     OBJECT_BYTES,
     AnyEvent,
     ArtifactEvent,
     BaseEvent,
     CommitEvent,
-    DirectoryEvent,
     Header,
     Kind,
     Position,
@@ -58,19 +55,17 @@ from quire.archive.format import (
     log_key,
 )
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, Slot
-from quire.archive.recorder import ARCHIVE_STATE, SPOOL, Recorder, Shipping, shipping, whole_file
+from quire.archive.recorder import SPOOL, Recorder, sha256_of
 from quire.archive.remote_files import number_of, remote_at
-from quire.archive.replay import read_origin
+from quire.archive.replay import parent_of_epoch
+from quire.archive.state import State, take_state, write_state
 from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, NotArchived, QuireError, StoreFenced, Unavailable
 from quire.core.events import emit_safely
 from quire.core.settings import ArchiveSettings
-from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, read_all, write_atomic, write_new
-from quire.manifest import tables as t
+from quire.durable.files import Disk, read_all, write_new
 from quire.manifest.overlay import TableRows
-from quire.manifest.row_image import image
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ExistingObject, ObjectStore
 
@@ -80,22 +75,6 @@ BASE_PAUSE_SECONDS = 60.0
 """At most one base begins in this time, however fast the log grows."""
 FIRST_LOG_BYTES = 64 * 1024 * 1024
 """A base is due when the log since the last one outweighs it, and this."""
-
-
-class State(msgspec.Struct, kw_only=True):
-    """archive.json: where a store that was closed left its archive."""
-
-    format: int = 1
-    store_id: str
-    position: Position
-    """The last log object."""
-    digest: bytes
-    restorable: int
-    base: int
-    base_bytes: int = 0
-    log_bytes: int = 0
-    transaction: int
-    """The last transaction of the manifest: another one means that somebody changed the store without its archive."""
 
 
 @dataclass(slots=True)
@@ -179,7 +158,9 @@ class Archiver:
         with self._manifest.read() as txn:
             self._store_id, self._epoch = txn.store_id(), txn.owner_epoch()
         self._sweep_spool()
-        state = self._take_state()
+        state = take_state(self._disk, self._root)
+        if state is not None and not state.continues(self._store_id, self._epoch, self._manifest.env.last_txn_id()):
+            state = None
         if state is not None:
             self._next = Position(state.position.epoch, state.position.number + 1)
             self._digest, self._restorable, self._base = state.digest, state.restorable, state.base
@@ -204,42 +185,21 @@ class Archiver:
             self._base_thread.join(max(deadline - time.monotonic(), 0.1))
         is_done = self._is_drained and not any(thread.is_alive() for thread in self._threads)
         if is_done and self._failure is None and self._next is not None and not self._needs_base:
-            self._write_state(self._next)
+            state = State(
+                store_id=self._store_id,
+                position=Position(self._next.epoch, self._next.number - 1),
+                digest=self._digest,
+                restorable=self._restorable,
+                base=self._base,
+                base_bytes=self._base_bytes,
+                log_bytes=self._log_bytes,
+                transaction=self._manifest.env.last_txn_id(),
+            )
+            write_state(self._disk, self._root, state)
         elif self._failure is None:
             emit_safely("warning", "archive.incomplete", lag_seconds=self.lag_seconds(), error=self.last_error)
         self.queue.close()
         return is_done
-
-    def _take_state(self) -> State | None:
-        """What the last life left, if it ended well and nothing happened since. Taken away: this life has to end well too."""
-        path = os.path.join(self._root, ARCHIVE_STATE)
-        try:
-            line, _, check = read_all(self._disk, path).partition(b"\n")
-            state = msgspec.json.decode(line, type=State) if check == _check(line) else None
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError:
-            state = None
-        self._disk.remove(path)
-        self._disk.sync_dir(self._root)
-        ours = state is not None and (state.store_id, state.position.epoch) == (self._store_id, self._epoch)
-        if state is None or not ours or state.transaction != self._manifest.env.last_txn_id():
-            return None
-        return state
-
-    def _write_state(self, following: Position) -> None:
-        state = State(
-            store_id=self._store_id,
-            position=Position(following.epoch, following.number - 1),
-            digest=self._digest,
-            restorable=self._restorable,
-            base=self._base,
-            base_bytes=self._base_bytes,
-            log_bytes=self._log_bytes,
-            transaction=self._manifest.env.last_txn_id(),
-        )
-        line = msgspec.json.encode(state)
-        write_atomic(self._disk, os.path.join(self._root, ARCHIVE_STATE), line + b"\n" + _check(line))
 
     def _sweep_spool(self) -> None:
         with suppress(FileNotFoundError):
@@ -345,7 +305,7 @@ class Archiver:
             return False
         if found is None:
             self._next = Position(self._epoch, 0)
-            self._digest, self._parent = self._parent_of_epoch()
+            self._digest, self._parent = parent_of_epoch(self._disk, self._root, self._store_id, self._epoch)
         else:
             key, header, digest = found
             if header.kind is Kind.SEAL:
@@ -354,13 +314,6 @@ class Archiver:
             self._digest = digest
             self._restorable, self._base = header.restorable, header.base
         return True
-
-    def _parent_of_epoch(self) -> tuple[bytes, Position]:
-        """(digest, position) of the last object of the owner before this one, which a restore noted in the directory."""
-        origin = read_origin(self._disk, self._root)
-        if origin is None or origin.store_id != self._store_id or origin.position.epoch >= self._epoch:
-            return NO_DIGEST, Position(0, 0)
-        return origin.digest, origin.position
 
     def _bound_queue(self) -> None:
         if self.queue.size_bytes > self.settings.memory_bytes:
@@ -462,7 +415,7 @@ class Archiver:
         inode, size, changed = event.identity
         known = self._artifacts.get(event.identity)
         if known is None:
-            known = (file_key(self._store_id, position, f"{inode:x}-{size:x}-{changed:x}"), _sha256(event.kept))
+            known = (file_key(self._store_id, position, f"{inode:x}-{size:x}-{changed:x}"), sha256_of(event.kept))
             self._artifacts[event.identity] = known
             artifacts.append((known[0], event.kept))
         else:
@@ -504,7 +457,9 @@ class Archiver:
         self.recorder.watch_renames()
         try:
             hit("archive.base.begun")
-            for event in self._everything(first):
+            for event in everything(
+                self._manifest, self._disk, self._root, self.recorder, partial(self._artifact_in_base, first)
+            ):
                 held.append(event)
                 size += event.size_bytes()
                 if size >= OBJECT_BYTES:
@@ -524,47 +479,8 @@ class Archiver:
         self._count(len(data))
         return key, len(data), digest
 
-    def _everything(self, first: Position) -> Iterator[AnyEvent]:
-        """The manifest's rows, then the files."""
-        with self._manifest.read() as txn:
-            cursors = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS)]
-            oldest, head = txn.feed_bounds()
-            first_change = max(min([head, *cursors]), oldest)
-            for block in image(txn, first_change):
-                yield CommitEvent((block,))
-        seen: set[int] = set()
-        for path in self._paths(self._root):
-            yield from self._file(path, first, seen)
-        while renamed := {number: path for number, path in self.recorder.renamed().items() if number not in seen}:
-            for path in renamed.values():
-                yield from self._file(path, first, seen)
-
-    def _paths(self, directory: str) -> Iterator[str]:
-        """Files and directories that are shipped."""
-        with suppress(FileNotFoundError):
-            for name in self._disk.names(directory):
-                path = os.path.join(directory, name)
-                relative = os.path.relpath(path, self._root)
-                if os.path.isdir(path):
-                    if relative.split("/")[0] in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
-                        yield path
-                        yield from self._paths(path)
-                elif shipping(relative) is not Shipping.NOT:
-                    yield path
-
-    def _file(self, path: str, first: Position, seen: set[int]) -> Iterator[AnyEvent]:
-        relative = os.path.relpath(path, self._root)
-        try:
-            if os.path.isdir(path):
-                yield DirectoryEvent(relative)
-            elif shipping(relative) is Shipping.BYTES:
-                yield from whole_file(self._disk, path, relative, seen)
-            elif not path.endswith(names.TEMPORARY):
-                yield self._artifact_in_base(path, relative, first)
-        except FileNotFoundError:
-            return  # removed meanwhile: the log says so
-
-    def _artifact_in_base(self, path: str, relative: str, first: Position) -> AnyEvent:
+    def _artifact_in_base(self, first: Position, path: str, relative: str) -> AnyEvent:
+        """The event of a file that never changes, which is uploaded now if it was not."""
         if (remote := remote_at(self._disk, path)) is not None:
             return ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256)
         status = os.stat(path)
@@ -572,7 +488,7 @@ class Archiver:
         known = self._artifacts.get(identity)
         if known is None:
             name = f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
-            known = (file_key(self._store_id, first, name), _sha256(path))
+            known = (file_key(self._store_id, first, name), sha256_of(path))
             self._until_it_answers(lambda: self._put_artifact(known[0], path))
             self._artifacts[identity] = known
         return ArtifactEvent(status.st_ino, relative, known[0], status.st_size, known[1])
@@ -679,12 +595,3 @@ class Archiver:
     def _count(self, size_bytes: int) -> None:
         self.puts += 1
         self.put_bytes += size_bytes
-
-
-def _sha256(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def _check(line: bytes) -> bytes:
-    return hashlib.sha256(line).hexdigest().encode() + b"\n"

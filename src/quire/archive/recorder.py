@@ -19,6 +19,7 @@ Threads: any. Raises what the disk below raises.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -338,3 +339,9 @@ def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = Non
         return events
     finally:
         file.close()
+
+
+def sha256_of(path: str) -> bytes:
+    """The digest of a file that never changes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

@@ -23,6 +23,7 @@ from typing import Self
 import msgspec
 
 from quire.archive.format import (
+    NO_DIGEST,
     AnyEvent,
     ArtifactEvent,
     BaseEvent,
@@ -257,6 +258,14 @@ def read_origin(disk: Disk, root: str) -> Origin | None:
         return msgspec.json.decode(read_all(disk, os.path.join(root, ORIGIN)), type=Origin)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
+
+
+def parent_of_epoch(disk: Disk, root: str, store_id: str, epoch: int) -> tuple[bytes, Position]:
+    """(digest, position) of the last object of the owner before this epoch, as far as the directory knows it."""
+    origin = read_origin(disk, root)
+    if origin is None or origin.store_id != store_id or origin.position.epoch >= epoch:
+        return NO_DIGEST, Position(0, 0)
+    return origin.digest, origin.position
 
 
 def write_origin(disk: Disk, root: str, origin: Origin) -> None:

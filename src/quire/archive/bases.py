@@ -1,0 +1,69 @@
+"""Everything a store has, as events: read while the store goes on (A7).
+
+Nothing is held or locked. What is read too early or too late, the log from the object on that was due when the reading began
+puts right: events say what is there afterwards, and files are known by inode. A file that is renamed while directories are read
+may be missed under both names; the recorder remembers those, and they are read at the end.
+
+Threads: the base's own. Raises what manifest, disk and object store raise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from quire.archive.format import AnyEvent, CommitEvent, DirectoryEvent
+from quire.archive.recorder import Recorder, Shipping, shipping, whole_file
+from quire.durable import names
+from quire.durable.files import Disk
+from quire.manifest import tables as t
+from quire.manifest.row_image import image
+from quire.manifest.store import ManifestStore
+
+ArtifactOf = Callable[[str, str], AnyEvent]
+"""(path, path in the store) of a file that never changes → its event; it uploads the file if that was not done."""
+
+
+def everything(
+    manifest: ManifestStore, disk: Disk, root: str, recorder: Recorder, artifact: ArtifactOf
+) -> Iterator[AnyEvent]:
+    """The manifest's rows, then directories and files."""
+    with manifest.read() as txn:
+        oldest, head = txn.feed_bounds()
+        unread = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS)]
+        for block in image(txn, max(min([head, *unread]), oldest)):
+            yield CommitEvent((block,))
+    seen: set[int] = set()
+    for path in _paths(disk, root, root):
+        yield from _events(disk, root, path, seen, artifact)
+    while renamed := [path for number, path in recorder.renamed().items() if number not in seen]:
+        for path in renamed:
+            yield from _events(disk, root, path, seen, artifact)
+
+
+def _paths(disk: Disk, root: str, directory: str) -> Iterator[str]:
+    """Files and directories that are shipped."""
+    with suppress(FileNotFoundError):
+        for name in disk.names(directory):
+            path = os.path.join(directory, name)
+            relative = os.path.relpath(path, root)
+            if os.path.isdir(path):
+                if relative.split("/")[0] in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
+                    yield path
+                    yield from _paths(disk, root, path)
+            elif shipping(relative) is not Shipping.NOT:
+                yield path
+
+
+def _events(disk: Disk, root: str, path: str, seen: set[int], artifact: ArtifactOf) -> Iterator[AnyEvent]:
+    relative = os.path.relpath(path, root)
+    try:
+        if os.path.isdir(path):
+            yield DirectoryEvent(relative)
+        elif shipping(relative) is Shipping.BYTES:
+            yield from whole_file(disk, path, relative, seen)
+        elif not path.endswith(names.TEMPORARY):
+            yield artifact(path, relative)
+    except FileNotFoundError:
+        return  # removed meanwhile: the log says so
