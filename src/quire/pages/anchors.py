@@ -1,11 +1,16 @@
-"""Where a snapshot or a fork stands: the version, and the WAL segments that hold what no chunk holds yet (P12, P13).
+"""Where a snapshot, a fork or a version that is lent stands, and the WAL segments that hold what no chunk holds yet (P12,
+P13).
 
 An anchor is taken in one transaction, after everything up to its version was sealed and published, and while a lease at or
 below it is held, so that no checkpoint goes beyond it. It pins what is not checkpointed: own segments and inherited ones, each
 under its origin's name, at most up to the anchor. Segments that were opened later are left out. Taking one never waits for an
 open write transaction: what that has not committed is not part of it.
 
-Threads: any.
+`lend` gives the newest versions of databases to readers of other processes, as views without a snapshot (P16). All databases
+of a call get their rows in one commit (`manifest/leases.py`). A database that nobody has written to since it was last sealed
+costs no change.
+
+Threads: any. Raises what opening raises, `ReadOnly`, `LeaseExpired`, `InvalidInput`.
 """
 
 from __future__ import annotations

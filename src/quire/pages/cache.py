@@ -1,18 +1,13 @@
-"""The page cache: bytes of pages, bounded, shared by all databases of a process.
+"""The page cache: bytes of pages, bounded, shared by all databases of a process (docs/decisions/037-caches-of-a-page-read.md).
 
-Terms
-  location    where a version's bytes are: (origin, lsn) in a WAL, (artifact, page) in a chunk. Immutable, so an entry is never
-              wrong; forks and snapshots that share an object share its entries
-  resolved    which version of a page a range of snapshots sees: saves the look-up, not only the read
-  generation  entries since the last turn; the cache holds two of them
+A *location* is where a version's bytes are: (origin, lsn) in a WAL, (artifact, page) in a chunk. It is immutable, so an entry
+is never wrong, and forks and snapshots that share an object share its entries. The cache holds two generations: one is full at
+half the budget, then becomes the old one, and the former old one is forgotten. What is used meanwhile moves over. Nearly as
+good as least-recently-used, and a hit costs no bookkeeping at all.
 
-Rules
-  1. Bounded: a generation is full at half the budget; then it becomes the old one, and the former old one is forgotten. What is
-     used meanwhile moves over. Nearly as good as least-recently-used, and a hit costs no bookkeeping at all.
-  2. A resolved entry says "for snapshots in [lsn, upto] this is the page". `upto` is the snapshot it was resolved for; entries
-     are replaced, never widened in place. They go with each turn, or they would keep alive what has just been forgotten, and
-     when there are too many: pages of zeros are shared, so their number is not bounded by their bytes.
-  3. Cold scans read past the cache: they neither fill it nor age it.
+A *resolved* entry says "for snapshots in [lsn, upto] this is the page": it saves the look-up, not only the read. `upto` is the
+snapshot it was resolved for; entries are replaced, never widened in place. Cold scans read past the cache: they neither fill
+it nor age it.
 
 Threads: any. Single dict operations are atomic; two threads that miss at once read the page twice, which is harmless.
 """
@@ -23,14 +18,14 @@ import threading
 from collections.abc import Hashable
 
 Resolved = tuple[int, int, bytes]
-"""(lsn, upto, page): rule 2."""
+"""(lsn, upto, page)."""
 
 RESOLVED_MAX = 131_072
 """Resolved entries per database: about 20 MB of tuples and ints at most, the bytes of the pages apart."""
 
 
 class PageCache:
-    """See the rules above."""
+    """Pages by location, and what was resolved of each database."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -76,6 +71,7 @@ class PageCache:
                 return  # somebody else has just turned it: once more would forget what is in use
             self._old, self._young = self._young, {}
             self._old_bytes, self._young_bytes = self._young_bytes, 0
+            # Resolved entries would keep alive what has just been forgotten.
             for pages in list(self._resolved.values()):
                 pages.clear()
 
@@ -89,8 +85,8 @@ class PageCache:
         return self._resolved.setdefault(db_id, {})
 
     def remember(self, resolved: dict[int, Resolved], page: int, entry: Resolved) -> None:
-        """Enter what a look-up has found (rule 2)."""
-        if len(resolved) >= RESOLVED_MAX:
+        """Enter what a look-up has found."""
+        if len(resolved) >= RESOLVED_MAX:  # pages of zeros are shared: their bytes do not bound their number
             resolved.clear()
         resolved[page] = entry
 

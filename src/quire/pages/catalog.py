@@ -1,9 +1,10 @@
-"""Which database is meant, and the numbers that are fixed for its life: page size, pages per chunk, and their hash.
+"""What the manifest says of page databases: their shape, and where the bytes of their chunks and segments are.
 
-Rules
-  1. The first opening decides the page size, for ever; who asks for another one later is refused.
-  2. The hash covers page size, pages per chunk and compression: a row that no longer fits it is refused, because
-     every chunk would be read at the wrong places.
+The first opening decides the page size, for ever; who asks for another one later is refused. A row whose page size, chunk size
+and compression no longer fit their hash is refused, too: every chunk would be read at the wrong places.
+
+Pure reading of one transaction, but for `fix_shape`. Raises `Corruption` for a row that should be there, `InvalidInput`,
+`ConfigMismatch`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
 
 
 def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> PageShape:
-    """The database's shape, decided now if it never was (rule 1)."""
+    """The database's shape, decided now if it never was."""
     shape = shape_of(db_id, record, asked, default)
     expected = config_hash(shape.page_size, shape.pages_per_chunk, record)
     if not record.page_size or (not record.config_hash and record.status is DbStatus.ACTIVE):

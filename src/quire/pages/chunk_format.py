@@ -1,29 +1,22 @@
 """The bytes of a chunk object: a header, frames of 16 pages, a footer that tells where everything is, a trailer.
 
-Terms
   chunk     an immutable object with pages of one slot: a *base* has all that exist, a *delta* those that changed
   offset    a page's place in its slot, 0 to pages_per_chunk - 1; byte positions are called so only inside frames' places
   present   said of a page that this chunk has; the bitmap lists the offsets of present pages
-  rank      how many present pages come before one: page 7 of {2, 5, 7} has rank 2
+  rank      how many present pages come before one: page 7 of {2, 5, 7} has rank 2, and is page r % 16 of frame r // 16
   frame     16 present pages in a row, by rank, the last frame maybe fewer; compressed alone, so it can be read alone
   plain     the pages of a frame one after the other; *stored* is what stands in the object
   identity  what the chunk is: artifact key, plan digest, lsns, page size. Two runs of one plan may compress differently
             and still make the same artifact (P11), so sameness is judged by this and never by bytes
 
-Rules
-  1. Little-endian, no padding, no alignment. Header, frames, footer, trailer follow each other without a gap.
-  2. The page of rank r is page r % 16 of frame r // 16. So one rank in the bitmap leads to everything, every frame but
-     the last is full, and a delta of scattered pages still compresses 16 at a time. (With frames of 16 *aligned*
-     offsets a page's place would need a count per frame, and a delta of 100 scattered pages would be 100 frames.)
-  3. A frame is stored as one zstd frame that names its plain size, or plain if that would not be smaller: it is plain
-     exactly if both lengths are equal. Frames of a chunk without compression are all plain.
-  4. Every byte is under a crc64: the header, each frame as stored, the footer, the trailer; and each plain page has one.
-  5. The footer begins with a copy of the header: one read of the end of the object tells everything.
-  6. No number is believed before it was checked against what a chunk can hold: damage costs an error, not gigabytes.
+Little-endian, no padding, no gap. Every byte is under a crc64, and each plain page has one. The footer begins with a copy of
+the header: one read of the end of the object tells everything. No number is believed before it was checked against what a
+chunk can hold: damage costs an error, not gigabytes. A `ChunkFooter` exists only if everything in it agrees; it is immutable,
+picklable, small (9 bytes per page), and good for as long as the object exists.
 
-Pure functions, any thread (each has its own zstd context); importable on executors (no lmdb).
-Format page: `docs/formats/chunk.md`.
-Raises `Corruption`, `ChecksumMismatch` and `FormatTooNew` for bytes, `InvalidInput` and `OutOfRange` for callers.
+Pure functions, any thread (each has its own zstd context); importable on executors (no lmdb). Format page:
+`docs/formats/chunk.md`. Raises `Corruption`, `ChecksumMismatch` (both name the object and the part) and `FormatTooNew` for
+bytes, `InvalidInput` and `OutOfRange` for callers, and what reading raises.
 """
 
 from __future__ import annotations
@@ -278,7 +271,7 @@ def compressor(level: int = LEVEL) -> zstandard.ZstdCompressor:
 
 
 def pack_frame(plain: memoryview, packer: zstandard.ZstdCompressor | None) -> bytes:
-    """A frame as it is stored (rule 3)."""
+    """A frame as it is stored."""
     if packer is not None:
         packed = packer.compress(plain)
         if len(packed) < len(plain):
@@ -295,7 +288,7 @@ def unpack_frame(stored: Bytes, place: FramePlace, name: str, **where: Any) -> B
     if place.length == place.plain_bytes:
         return stored
     try:
-        # Asked before anything is unpacked: zstd would allocate what the frame claims, however much that is (rule 6).
+        # Asked before anything is unpacked: zstd would allocate what the frame claims, however much that is.
         claimed = zstandard.frame_content_size(stored)
         if claimed == place.plain_bytes:
             plain = _contexts.unpack.decompress(stored, max_output_size=place.plain_bytes, allow_extra_data=False)
@@ -438,7 +431,7 @@ def _decode_bitmap(data: bytes, page_count: int, pages_per_chunk: int, name: str
 
 
 def _check_frames(footer: ChunkFooter, name: str) -> None:
-    """Rule 1: frames follow each other from the header to the footer, none longer than its pages."""
+    """Frames follow each other from the header to the footer, none longer than its pages."""
     end = HEADER_BYTES
     page_size, count = footer.identity.page_size, footer.page_count
     packs = footer.compression is not Compression.NONE
@@ -464,7 +457,7 @@ class Tail:
 def load_footer(
     read_range: ReadRange, size_bytes: int, *, name: str, expect: ArtifactKey | None = None
 ) -> tuple[ChunkFooter, Tail]:
-    """Fetch and check the footer of an object of this size (rules 3 and 4); `expect` is the artifact it should be."""
+    """Fetch and check the footer of an object of this size; `expect` is the artifact it should be."""
     if not OBJECT_BYTES_MIN <= size_bytes <= OBJECT_BYTES_MAX:
         raise damaged("no chunk has this size: it was cut short, or is something else", name, size_bytes=size_bytes)
     footer, tail = believed(lambda: _load(read_range, size_bytes, name))
@@ -505,7 +498,7 @@ def read_exactly(read_range: ReadRange, offset: int, length: int, name: str) -> 
 
 
 def believed(step: Callable[[], T]) -> T:
-    """What `step` reads and checks, at the second try if the first finds damage (rule 4)."""
+    """What `step` reads and checks, at the second try if the first finds damage."""
     try:
         return step()
     except Corruption:

@@ -1,19 +1,13 @@
 """Reads pages of a chunk by ranged reads: one read for one page, once the footer is known.
 
-Terms: see `quire.pages.chunk_format`.
+A page is delivered only if its frame and it itself have their checksums; `None` means that the chunk does not have the page,
+and nothing else. Opening costs one read, two if pages are below 4 KiB; a chunk that is smaller than that first read needs no
+other. Many pages share reads: frames at most 64 KiB apart are fetched together, up to 4 MiB at a time. That, and one unpacked
+frame, is what a reader holds. What fails a check is read once more before it is called damage.
 
-Rules
-  1. A page is delivered only if its frame and it itself have their checksums; `None` means that the chunk does not have
-     the page, and nothing else.
-  2. One page costs one ranged read of its frame (at most 16 pages, usually a third of that). Opening costs one read more,
-     two if pages are below 4 KiB; a chunk that is smaller than that first read needs no other.
-  3. Many pages share reads: frames at most 64 KiB apart are fetched together, up to 4 MiB at a time. That, and one
-     unpacked frame, is what a reader holds.
-  4. What fails a check is read once more before it is called damage.
-
-Any number of threads; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`.
-Raises `Corruption` and `ChecksumMismatch` (object, page, frame, offset), `FormatTooNew`, `OutOfRange` for a page offset that
-no chunk of the database has, and what reading raises.
+Any number of threads; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`. Raises `Corruption` and
+`ChecksumMismatch` (object, page, frame, offset), `FormatTooNew`, `OutOfRange` for a page offset that no chunk of the database
+has, and what reading raises.
 """
 
 from __future__ import annotations
@@ -126,7 +120,7 @@ class ChunkReader:
         }
 
     def iter_pages(self, offsets: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """(offset, image) of those of these pages that the chunk has, default all, in rising order (rule 3)."""
+        """(offset, image) of those of these pages that the chunk has, default all, in rising order."""
         footer = self.footer
         for piece in self._pieces(footer, offsets):
             begin = piece[0].place.offset
@@ -178,7 +172,7 @@ class ChunkReader:
         return self._plain(place, self._read(place.offset, place.length), page)
 
     def _plain(self, place: FramePlace, stored: Bytes, page: int) -> Bytes:
-        """The pages of a frame, read again if need be (rule 4)."""
+        """The pages of a frame, read again if need be."""
         try:
             return unpack_frame(stored, place, self.name, page=page)
         except Corruption:
@@ -242,7 +236,7 @@ def adopts(wanted: ChunkIdentity) -> Identity:
 
 
 def check_chain(chain: Sequence[ChunkReader]) -> None:
-    """Refuse chunks that are not one slot's base and deltas with rising `covered_lsn` (rule 1)."""
+    """Refuse chunks that are not one slot's base and deltas with rising `covered_lsn`."""
     if not chain:
         raise InvalidInput("a chain has at least one chunk")
     for older, newer in pairwise(chain):

@@ -1,20 +1,11 @@
 """Writes a chunk: pages in rising order in, frames out, and at the end what its catalog row needs.
 
-Terms: see `quire.pages.chunk_format`.
+Pages come each once, one by one or many at a time, in any mixture: the object is the same, byte for byte. Memory is one frame,
+and 9 bytes per page for the footer. The sink gets every byte once, in order; if it raises, what it has taken is unknown, and
+the object is to be thrown away.
 
-States
-  open ──finish()──▶ finished
-   └──the sink raised──▶ broken: what it has taken is unknown, so the object is to be thrown away
-
-Rules
-  1. Pages come in rising order, each once. They may come one by one or many at a time, in any mixture: the object is
-     the same, byte for byte.
-  2. Memory is one frame, and 9 bytes per page for the footer. Whole frames that come in one buffer are packed from there
-     without a copy.
-  3. The sink gets every byte once, in order, as `bytes`; it may keep them. The SHA-256 is of exactly those bytes.
-
-One thread at a time; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`.
-Raises `InvalidInput` and `OutOfRange` (nothing was written; go on with a better call), and what the sink raises.
+One thread at a time; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`. Raises `InvalidInput` and
+`OutOfRange` (nothing was written; go on with a better call), and what the sink raises.
 
     >>> from quire.core.ids import ArtifactKey, ArtifactKind
     >>> key = ArtifactKey(origin_db_id=1, kind=ArtifactKind.BASE, id=0, generation=1)

@@ -1,21 +1,15 @@
 """The page engine of a store: opens its page databases, and does what time asks for.
 
-Terms
-  tick      a look at all open databases: heartbeats, readers that ran out, syncs nobody waited for, publication, sealing
-  budget    bytes of WAL that are not in chunks yet, per database and for the store (`quota.py`)
-  flush     to have everything that is written sealed, durable and published
+A database is recovered before it is opened, and opened once per process. The ticker looks at all open databases: heartbeats,
+readers that ran out, syncs nobody waited for, publication (at 4 MiB, after a second, or when a segment has ended, P6),
+sealing. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and goes on with the others
+(M12). Closing syncs, seals and publishes, so that nothing is left to recover. Readers of other processes (`published.py`,
+`remote.py`) hold the floor as those of this one do (M10). After fork() the child's engine is closed: files and threads are the
+parent's (M12).
 
-Rules
-  1. A database is recovered before it is opened, and opened once per process. One that has become unusable (M12) is recovered
-     and opened anew by the next `open`; what was opened before stays unusable, but its readers stay protected, and read on.
-  2. Publication runs behind, on the ticker's thread: at 4 MiB, after a second, or when a segment has ended (P6).
-  3. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and goes on with the others (M12).
-  4. Closing syncs, seals and publishes, so that nothing is left to recover.
-  5. Readers of other processes (`published.py`, `remote.py`) hold the floor as those of this one do (M10).
-  6. After fork() the child's engine is closed: files and threads are the parent's (M12).
-
-Threads: any; the ticker has one. Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`, `ConfigMismatch`,
-`StoreClosed`; `Corruption` of a damaged WAL: `open_damaged` reads what the manifest knows, `salvage=True` cuts the damage off.
+Threads: any; the ticker has one. Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`,
+`ConfigMismatch`, `StoreClosed`; `Corruption` of a damaged WAL: `open_damaged` reads what the manifest knows, `salvage=True`
+cuts the damage off.
 """
 
 from __future__ import annotations
@@ -147,6 +141,7 @@ class PageEngine:
             if former is not None and former.wal.failure is None:
                 return former
             if former is not None:
+                # It has become unusable (M12): what was opened before stays so, but its readers stay protected, and read on.
                 former.wal.abandon(StoreClosed("the database was opened anew", db_id=db_id))
             start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
             store = self._make(db_id, shape, start, former.readers if former is not None else None)
@@ -160,7 +155,7 @@ class PageEngine:
                 raise StoreClosed("the store is closed", hint="open it again")
             self.quota.forget(db_id)
             if former is not None:
-                former.wal.recent = {}  # published by recovery: its readers find it in the index from now on (rule 1)
+                former.wal.recent = {}  # published by recovery: its readers find it in the index from now on
             return store
 
     @contextmanager
@@ -425,7 +420,7 @@ class PageEngine:
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close every database (rule 4); raises the first failure after all are closed. A second time: nothing."""
+        """Close every database; raises the first failure after all are closed. A second time: nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -450,7 +445,7 @@ class PageEngine:
             raise failures[0]
 
     def _forked(self) -> None:
-        """Close the engine in a forked child: files and threads are the parent's (rule 6)."""
+        """Close the engine in a forked child: files and threads are the parent's."""
         self._closed = True
         self._lock = threading.Lock()
         self._gates = {}

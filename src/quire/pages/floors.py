@@ -1,22 +1,12 @@
 """How far checkpoints may go, for open databases and for those that are not; and how long they had to wait.
 
-Terms
-  floor     min(readers in memory, readers as rows, lease files), at most what is published (M10, P9)
-  row       `snapshot_floor`: no reader that opens from now on gets a version below it. It is not the floor: it may be higher
-  life      of an owner: from its start to its end
-
-Rules
-  1. An open database's floor comes from its readers; that of one that is not open is what the manifest has applied: whoever
-     opens it later reads at or above that.
-  2. Before a floor is given out, the row is raised to it and committed, and then the lease files are looked at again: a process
-     that opens a version meanwhile sees the one, or is seen by the other (`leasefiles.py`). The floor is what that second look
-     leaves of it. The row is never lowered: what an earlier floor has allowed may still be running.
-  3. No floor is above what is published: so a reader that finds a row above its version finds a version that is high enough in
-     the same transaction, also when the owner is gone.
-  4. Remote readers are rows (M10), whose renewals are mostly in memory (`remote.py`). One that was written in an earlier life,
-     and was alive when that life last wrote one, is believed for a whole lease from the start of this one, whatever its row
-     says: its renewals may have been lost with the former owner. One that was written in this life lives until it expires.
-  5. A plan that finds indexed segments, all of them above the floor, has begun to wait; the next one that does not has stopped.
+The *floor* is min(readers in memory, readers as rows, lease files), at most what is published (M10, P9); that of a database
+that is not open is what the manifest has applied. The *row* (`snapshot_floor`) is not the floor: no reader that opens from now
+on gets a version below it. Before a floor is given out, the row is raised to it and committed, and then the lease files are
+looked at again: a process that opens a version meanwhile sees the one, or is seen by the other (`leasefiles.py`). The floor is
+what that second look leaves of it. The row is never lowered, because what an earlier floor has allowed may still be running;
+and never above what is published, so a reader that finds a row above its version finds a version that is high enough in the
+same transaction.
 
 Threads: any.
 """
@@ -40,7 +30,7 @@ from quire.pages.view_build import kept_range, reader_snapshots
 
 
 class Floors:
-    """See the rules above."""
+    """The floors of one store's databases."""
 
     def __init__(
         self,
@@ -60,7 +50,7 @@ class Floors:
         with manifest.read() as txn:
             rows = [row for _, row in reader_rows(txn) if row is not None]
         self._former_ms = max((row.heartbeat_at_ms for row in rows), default=0)
-        """When an earlier life last wrote a reader's row (rule 4)."""
+        """When an earlier life last wrote a reader's row."""
         self._announcing = threading.Lock()
         # guarded by _lock
         self._lock = threading.Lock()
@@ -69,7 +59,12 @@ class Floors:
 
     # ── readers of other processes ────────────────────────────────────────────────────────────────────────────────────
     def believes(self, row: ReaderRecord) -> bool:
-        """Whether a remote reader is taken to be alive by its row (rule 4)."""
+        """Whether a remote reader is taken to be alive by its row.
+
+        One that was written in an earlier life of the owner, and was alive when that life last wrote one, is believed for a
+        whole lease from the start of this one, whatever its row says: its renewals may have been lost with the former owner.
+        One that was written in this life lives until it expires.
+        """
         if row.heartbeat_at_ms >= self._started_ms and row.expires_at_ms > self._clock.now_ms():
             return True
         is_young = self._clock.monotonic() - self._started_at < LEASE_SECONDS
@@ -77,7 +72,7 @@ class Floors:
 
     def outside(self, db_id: int) -> int | None:
         """The lowest version a reader of another process may ask for; `None` without any. One that was set aside holds nothing
-        (`readers.py`, rule 4): the row of the snapshot says so, also to the next owner."""
+        (`readers.py`): the row of the snapshot says so, also to the next owner."""
         return min((lease.lsn for lease in self.others(db_id) if not lease.set_aside), default=None)
 
     def others(self, db_id: int) -> list[Lease]:
@@ -107,7 +102,7 @@ class Floors:
 
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, db_id: int, store: PageStore | None) -> int:
-        """The floor of a database (rule 1); whoever asks may act on it."""
+        """The floor of a database; whoever asks may act on it."""
         with self._announcing:
             asked = self._announce(db_id, store)
         hit("pages.floor.announced")
@@ -116,7 +111,7 @@ class Floors:
         return floor
 
     def _announce(self, db_id: int, store: PageStore | None) -> int:
-        """Raise the row to what the floor may be, at most (rules 2 and 3). One at a time: else a late one would lower it."""
+        """Raise the row to what the floor may be, at most. One at a time: else a late one would lower it."""
         with self._manifest.read() as txn:
             wal, row = txn.wal_state(db_id), txn.get(t.SNAPSHOT_FLOOR, db_id)
         high = wal.last_applied_lsn if wal is not None else 0
@@ -133,7 +128,7 @@ class Floors:
         return high if outside is None else min(high, outside)
 
     def _note(self, db_id: int, floor: int) -> None:
-        """Record whether a plan waits for the floor: there are indexed segments, all of them above it (rule 5)."""
+        """Record whether a plan waits for the floor: there are indexed segments, all of them above it."""
         with self._manifest.read() as txn:
             rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         blocked = bool(rows) and all(row.last_lsn > floor for row in rows)

@@ -1,13 +1,8 @@
 """Which frame holds which page, for WAL segments that are pinned rather than indexed: those of snapshots and forks (P12).
 
-Terms
-  pin   a segment up to an lsn: (origin, segment, upto)
-  map   page → (lsn, origin, segment) of the newest version in all pins
-
-Rules
-  1. A map is built from the pins' index regions alone: 1 % of their bytes. It takes 20 bytes a page.
-  2. Entries are verified; a damaged one is `Corruption` of what needs this map, not of the segment's own database.
-  3. What a region said is kept per segment, so that a second snapshot of the same segments reads nothing.
+A pin is a segment up to an lsn. The map, page → (lsn, origin, segment) of the newest version in all pins, is built from their
+index regions alone: 1 % of their bytes. It takes 20 bytes a page. A damaged entry is `Corruption` of what needs this map, not
+of the segment's own database.
 
 Threads: any; immutable once built. Executor-safe.
 """
@@ -51,7 +46,7 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """Parsed index regions (rule 3)."""
+    """Parsed index regions, kept per segment, so that a second snapshot of the same segments reads nothing."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
@@ -69,7 +64,7 @@ class Regions:
 
 
 class FrameMap:
-    """See the rules above."""
+    """Page → location of its newest version in some pins."""
 
     __slots__ = ("_lsns", "_origins", "_pages", "_segments")
 

@@ -1,21 +1,11 @@
 """Lease files: how a process that only reads tells the owner which version it reads (M10). Format: `docs/formats/lease.md`.
 
-Terms
-  lease    `readers/<uuid>.lease`: database, version, who reads; flocked by its reader for as long as it reads
-  stamp    sixteen bytes of it that the reader writes anew with every heartbeat
-  dead     nobody holds the flock: the reader has ended, however it did; the kernel says so at once
-  silent   the flock is held, but the stamp has not changed for a whole lease (a stopped process, a doubtful file system)
-
-Rules
-  1. A file appears under its name complete and locked: it is written and flocked under `<name>.tmp`, then renamed. Its reader
-     never locks it again. So a named file whose lock is free is dead for ever, and whoever sees that may remove it.
-  2. But for the stamp nothing in it ever changes: another version is another file. So no look ever meets half a record.
-  3. Only the owner decides, and by its own monotonic clock alone: it remembers when it saw a stamp change. A lease is retired
-     (removed, with a warning) when it is dead or silent. Its reader finds its file without a name and hears `LeaseExpired`.
-  4. What is held but cannot be read (a newer quire's, say) holds every database at version 0 until it is silent: doubt keeps.
-  5. A reader that is done removes the name first and gives the lock back then: a free lock on a file without a name is a clean
-     end and no reason to warn.
-  6. After fork() the lock stays the parent's: the child closes its copy of the descriptor, which unlocks nothing (M12).
+`readers/<uuid>.lease` says database, version and who reads, and is flocked by its reader for as long as it reads. It appears
+under its name complete and locked, and its reader never locks it again: so a named file whose lock is free is *dead* for ever.
+But for the *stamp*, which the reader writes anew with every heartbeat, nothing in it ever changes. It is *silent* if the flock
+is held but the stamp has not changed for a whole lease. Only the owner decides, and by its own monotonic clock alone: a lease
+is retired (removed, with a warning) when it is dead or silent. Its reader finds its file without a name and raises
+`LeaseExpired`. What is held but cannot be read (a newer quire's, say) holds every database at version 0 until it is silent.
 
 How an opening reader and a floor that is being computed cannot miss each other
   The reader writes its lease, then reads the floor's row in the manifest. The owner commits the floor's row, then reads the
@@ -23,12 +13,10 @@ How an opening reader and a floor that is being computed cannot miss each other
     reader's lease before the owner's look    the owner sees the lease and stays at or below it
     owner's look before the reader's lease    then the row was committed before that, and the reader sees a floor above its
                                               version: it takes a newer one and begins again (`published.py`)
-  Both happen: the reader moves on and the owner waits for nobody. A row is never lowered, and never above what is published, so
-  the version that the reader finds beside it is high enough.
 
-Nothing here is synced: a lease protects while its process lives, and after a power failure there is none.
-Threads: any; a `FileLease` belongs to one at a time. Local file systems: over others `flock` is as good as they say; rule 3.
-Raises `NotWritable` where a reader may not write into the store's `readers/`, `InvalidInput` for tags that are too long.
+Nothing here is synced: a lease protects while its process lives, and after a power failure there is none. Threads: any; a
+`FileLease` belongs to one at a time. Local file systems: over others `flock` is as good as they say. Raises `NotWritable`
+where a reader may not write into the store's `readers/`, `InvalidInput` for tags that are too long.
 """
 
 from __future__ import annotations
@@ -92,7 +80,7 @@ HOST_TAG = "quire.host"
 """The tag that says on which machine the reader runs."""
 
 UNREADABLE = 0
-"""The database of a lease that cannot be read: all of them (rule 4)."""
+"""The database of a lease that cannot be read: all of them."""
 
 
 # ── the bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +228,7 @@ class FileLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it still protects: not given back, not retired (rule 3), and under the name that owners look at."""
+        """Whether it still protects: not given back, not retired, and under the name that owners look at."""
         if self._file is None:
             return False
         try:
@@ -283,7 +271,7 @@ class FileLease:
         self.open, self._was_lost = False, True
 
     def close(self) -> None:
-        """Give the version back (rule 5). A second time, and in a forked child: nothing."""
+        """Give the version back. A second time, and in a forked child: nothing."""
         self.open = False
         if self._file is None:
             return
@@ -352,7 +340,7 @@ class LeaseFiles:
                 emit("warning", "reader.leases_unseen", error=str(fault))
 
     def look(self) -> list[LeaseRecord]:
-        """All live leases; those that are dead or silent are retired on the way (rule 3)."""
+        """All live leases; those that are dead or silent are retired on the way."""
         try:
             names = self._disk.names(self._folder)
         except FileNotFoundError:
@@ -380,7 +368,7 @@ class LeaseFiles:
                     self._remove(path)
                 return None
             if is_dead and os.fstat(file.fileno()).st_nlink == 0:
-                return None  # a clean end (rule 5)
+                return None  # a clean end
             return self._judge(name, path, file, parsed.reader, is_dead=is_dead)
         finally:
             file.close()
@@ -424,7 +412,7 @@ def _is_free(file: File) -> bool:
 def live_leases(root: str, disk: Disk | None = None) -> list[LeaseRecord]:
     """Who reads the store at `root` at this moment, for whoever only looks: nothing is retired, and nothing removed.
 
-    What cannot be read holds every database (rule 4) and is told as database 0.
+    What cannot be read holds every database and is told as database 0.
     """
     disk, folder = disk or OsDisk(), os.path.join(root, READERS)
     try:

@@ -1,12 +1,6 @@
-"""What the page engine counts, by the design document's names, and the same for Prometheus.
+"""What the page engine counts, and the same for Prometheus.
 
-Everything is read when somebody asks: counting costs the engine nothing but a few additions. Labels are a database's id and
-name.
-
-  page_index.rows{db}                  WAL-backed page versions that the index tracks
-  snapshot_readers.active{db}          live leases: readers of this process, of others that read the store, and clients
-  wal_segments.blocked_by_readers{db}  indexed segments that a checkpoint may not absorb yet because somebody reads below them
-  checkpoint.wait_for_floor_ms{db}     how long plans have found nothing but such segments
+Everything is read when somebody asks: counting costs the engine nothing but a few additions.
 
 Threads: any; figures of a busy engine are of slightly different moments.
 """

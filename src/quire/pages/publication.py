@@ -1,28 +1,16 @@
-"""What a WAL has written and the manifest does not know yet, and how it gets there: page index first, then the end of segments.
+"""What a WAL has written and the manifest does not know yet, and how it gets there: page index first, then the end of
+segments.
 
-Terms
-  mark      a version of the database: its last lsn, its size in pages, the segment it ends in, its time
-  piece     the frames that one append has put into one segment
-  ended     a segment that takes no more frames; its row says so when its last transaction is published
+Publication goes in the order of lsns, in batches of about 8 k rows, never beyond what is durable (P5). That is the end of a
+transaction, so a large one may be published in steps; only its end moves the applied mark and the size. A batch's entries are
+written into their segments' index regions and synced before the batch is committed: at or below `indexed_upto_lsn` the region
+can be trusted (docs/decisions/008). Repeating a batch gives the same entries and rows: a crash between two steps is repaired
+by recovery doing it again. A segment becomes Sealed and Indexed in one batch, when it has ended and nothing of it, or before
+it, is left to publish (P6). If entries cannot be written or synced nobody knows what is on disk: the database takes nothing
+more (M12).
 
-Rules
-  1. Publication goes in the order of lsns, in batches of about 8 k rows, never beyond what is durable (P5). That is the end of
-     a transaction, so a large one may be published in steps; only its end moves the applied mark and the size.
-  2. A batch's entries are written into their segments' index regions and synced before the batch is committed: at or below
-     `indexed_upto_lsn` the region can be trusted, and a row says Sealed only of a region that is whole (docs/decisions/008).
-     Repeating a batch gives the same entries and rows: a crash between two steps is repaired by recovery doing it again.
-  3. A segment becomes Sealed and Indexed in one batch, when it has ended and nothing of it, or before it, is left to publish
-     (P6).
-  4. A segment's row has the size at its end; one that ends within a transaction has the larger of the sizes before and after
-     it, so that no checkpoint takes pages for gone that the rest of the transaction keeps (P15).
-  5. Before its row says Sealed a segment's file is cut to what is used, unless it was filled: from then on nobody writes to it,
-     and as long as it is open nobody recycles it. A crash in between leaves an open segment whose file ends behind its last
-     frame, which recovery reads like any other.
-  6. Who opens the database anew stops the publication of before first: what recovery reads is not sealed under its hands.
-  7. If entries cannot be written or synced nobody knows what is on disk: the database takes nothing more (M12).
-
-Threads: `pieces`, `added` and `added_bytes` are the writer's to add to, under its append lock, as is `end`; `publish` by
-any, one at a time. Between the two there is no lock: each side has counters of its own, and a deque's ends are atomic.
+Threads: `pieces`, `added` and `added_bytes` are the writer's to add to, under its append lock, as is `end`; `publish` by any,
+one at a time. Between the two there is no lock: each side has counters of its own, and a deque's ends are atomic.
 """
 
 from __future__ import annotations
@@ -62,7 +50,8 @@ class Segment:
 
     file: SegmentFile
     size_pages: int = 0
-    """Of the database at its end; within a transaction the larger of the sizes before and after it (rule 4)."""
+    """Of the database at its end; within a transaction the larger of the sizes before and after it, so that no checkpoint takes
+    pages for gone that the rest of the transaction keeps (P15)."""
     is_dirty: bool = False
     """Whether it waits for a sync; see `Wal`."""
     added: int = 0
@@ -97,7 +86,7 @@ _segment_of = attrgetter("segment")
 
 
 class Publication:
-    """See the rules above."""
+    """The unpublished frames of one database."""
 
     def __init__(
         self,
@@ -175,12 +164,12 @@ class Publication:
         return len(packed) // ROW.size
 
     def _index(self, segment: Segment, pieces: list[UnpublishedFrames]) -> NDArray[np.void]:
-        """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
+        """Write the entries of neighbouring pieces of one segment; their rows."""
         file, header = segment.file, segment.file.header
         entries = entries_of(header, parse_heads(b"".join([piece.heads for piece in pieces])))
         segment.first_page = min(segment.first_page, int(entries["page"].min()))
         segment.last_page = max(segment.last_page, int(entries["page"].max()))
-        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 7)
+        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt
             try:
                 index.write(pieces[0].first_frame, entries.tobytes())
             except BaseException as error:
@@ -189,11 +178,13 @@ class Publication:
         return as_rows(header, entries)
 
     def _seal_rows(self) -> None:
-        """Make ended segments Sealed and Indexed, once nothing of them or before them is left to publish (rule 3)."""
+        """Make ended segments Sealed and Indexed, once nothing of them or before them is left to publish."""
         while self.ended and self.ended[0].published == self.ended[0].added:
             segment = self.ended[0]
             file, header = segment.file, segment.file.header
             used = header.geometry.frame_offset(file.used)
+            # Before its row says Sealed: from then on nobody writes to it, and as long as it is open nobody recycles it. A
+            # crash in between leaves an open segment whose file ends behind its last frame.
             if file.room:
                 trim(self._disk, file.path, used)
                 hit("pages.wal.trimmed")
@@ -220,7 +211,8 @@ class Publication:
             file.retire()
 
     def stop(self) -> None:
-        """Publish nothing more; a batch that is under way is finished first (rule 6)."""
+        """Publish nothing more; a batch that is under way is finished first. Who opens the database anew calls it before
+        recovery reads, so that nothing is sealed meanwhile."""
         with self._publishing:
             self._stopped = True
 

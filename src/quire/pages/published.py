@@ -1,23 +1,14 @@
 """Snapshots of the published state of a database, for processes that only read the store; the owner may use them as well.
 
-Terms
-  published   what the manifest knows: everything up to `last_applied_lsn`, at most a second behind what is durable (P6)
-  lease       a file that holds the version back for as long as the snapshot is open (`leasefiles.py`)
+Published is what the manifest knows: everything up to `last_applied_lsn`, at most a second behind what is durable (P6).
+Reading is the owner's (`versions.py`, P8) without its unpublished versions. A snapshot renews its lease file for as long as
+somebody holds it; one that was forgotten is given back when it is collected. One whose lease the owner has retired (this
+process was stopped for too long) raises `LeaseExpired`, at the latest when a page it needs is gone; wrong data is impossible
+in any case (P8). After fork() the child's snapshots are closed; the parent's live on (M12).
 
-Rules
-  1. Opening: take a lease on the version that the manifest shows, then read the floor's row. If that is above the version, a
-     checkpoint may already have been allowed to pass it: the lease is given back and the version that is there now is tried.
-     Only one that was checked is handed out.
-  2. Reading is the owner's (`versions.py`, P8) without its unpublished versions: index rows, then the chain, in one transaction
-     of the manifest. A segment that was recycled under a reader fails its salted check and is looked up once more.
-  3. A snapshot renews itself for as long as somebody holds it; one that was forgotten is given back when it is collected.
-  4. One whose lease the owner has retired (this process was stopped for too long) raises `LeaseExpired`, at the latest when a
-     page it needs is gone. Wrong data is impossible in any case (P8).
-  5. After fork() the child's snapshots are closed; the parent's live on (M12).
-
-Threads: opening any, a snapshot one at a time; the heart has one of its own.
-Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `SnapshotGone`, `LeaseExpired`, `StoreClosed`, `NotWritable` where
-this process may not write into the store's `readers/`.
+Threads: opening any, a snapshot one at a time; the heart has one of its own. Raises `UnknownDatabase`, `DatabaseTombstoned`,
+`WrongKind`, `SnapshotGone`, `LeaseExpired`, `StoreClosed`, `NotWritable` where this process may not write into the store's
+`readers/`.
 """
 
 from __future__ import annotations
@@ -109,7 +100,7 @@ class PublishedReaders:
         self, db: int | str, find: Callable[[ReadTxn, int], Mark | SnapshotView], tags: dict[str, str] | None
     ) -> Snapshot:
         """Take a lease on a version, then check it against the floor's row; try again if a checkpoint may have passed
-        it (rule 1)."""
+        it."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
             version = find(txn, db_id)

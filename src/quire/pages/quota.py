@@ -1,18 +1,11 @@
 """How much WAL may wait for a checkpoint: per database and for the store; who is over it waits in `begin` (P7).
 
-Terms
-  used      what the file system has given to a database's own segments that no checkpoint has absorbed, an open one's zeros
-            included; what a fork has inherited is its origin's
-  look      to add up what the manifest says; between two looks what was appended since is added
-  blocking  what keeps the bytes from being given back: the oldest reader, or the oldest segment
+*Used* is what the file system has given to a database's own segments that no checkpoint has absorbed, an open one's zeros
+included; what a fork has inherited is its origin's. A database is given room when the manifest is looked at, and asks again
+when that is used up: passing costs a comparison. Room is what its own budget and the store's leave, so its own is overrun by
+at most one transaction. The store's is shared by all who are given room between two ticks; each tick gives it anew.
 
-Rules
-  1. Passing costs a comparison: a database is given room when the manifest is looked at, and asks again when that is used up.
-  2. Room is what its own budget and the store's leave, so its own is overrun by at most one transaction. The store's is shared
-     by all who are given room between two ticks; each tick gives it anew.
-  3. Whoever waits looks again every 50 ms, until its deadline; then `QuotaExceeded` names what blocks.
-
-Threads: any.
+Threads: any. Raises `QuotaExceeded`, which names what blocks: the oldest reader, or the oldest segment.
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ _WAITING = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 
 
 class StorageQuota:
-    """See the rules above."""
+    """The WAL budgets of one store."""
 
     def __init__(
         self,

@@ -1,21 +1,14 @@
 """Readers and the floor: who still reads which version of a database, and how far a checkpoint may go.
 
-Terms
-  lease     a reader's right to one version until a moment; renewed by its heartbeat
-  floor     the lowest version a live reader may ask for, or the newest durable one if nobody reads
-  hold      a lease of the engine's own (a snapshot being published, a checkpoint being planned): it never expires
-  retired   a lease that ran out, or whose database was closed: it protects nothing any more
+A *lease* is a reader's right to one version until a moment, renewed by its heartbeat; a *hold* is a lease of the engine's own
+that never expires. A lease is taken at a version that is readable at that moment, under the lock that also computes the floor:
+so a floor that was given out is never above a lease that exists, and never falls while a checkpoint works with it. A lease
+that was not renewed in time is retired with a warning, and reading through it raises `LeaseExpired`: the pages it needs may be
+gone. It protects until it is retired, however late that is: no clock takes part in a read.
 
-Rules
-  1. A lease is taken at a version that is readable at that moment, under the lock that also computes the floor: so a floor that
-     was given out is never above a lease that exists, and never falls while a checkpoint works with it.
-  2. A lease that was not renewed in time is retired with a warning, and reading through it raises `LeaseExpired`: the pages it
-     needs may be gone. It protects until it is retired, however late that is: no clock takes part in a read.
-  3. Readers of this process live in memory and die with it (M10); those of other processes are rows and files that the owner
-     folds in through `outside`; `others` shows them to people.
-  4. A lease whose version a snapshot keeps (`kept`: the checkpoint job set it aside because the WAL budget was half used) holds
-     the floor no longer: what the floor passes is read from that snapshot. A hold is never set aside.
-  5. Leases that asked for it are renewed by `beat` for as long as somebody holds them: what was forgotten runs out.
+Readers of this process live in memory and die with it (M10); those of other processes are rows and files that the owner folds
+in through `outside`. A lease whose version a snapshot keeps (`kept`: the checkpoint job *set it aside* because the WAL budget
+was half used) holds the floor no longer: what the floor passes is read from that snapshot. A hold is never set aside.
 
 Threads: any; one lock per database, held for a few operations on dicts.
 """
@@ -42,7 +35,7 @@ HEARTBEAT_SECONDS = 5.0
 """M10: how long a reader may be silent, and how often it speaks."""
 
 HOLD_TAG = "hold"
-"""On leases that keep a version for a commit, not for reading: they are never set aside (rule 4)."""
+"""On leases that keep a version for a commit, not for reading: they are never set aside."""
 
 RETIRED_MAX = 4_096
 """Reader ids remembered as retired, so that a late `renew` hears why."""
@@ -73,7 +66,7 @@ class Lease:
     reported: bool = False
     """Whether somebody was told that it is old."""
     set_aside: bool = False
-    """Whether a floor has passed it (rule 4). Only ever set; the lease must not move to another version from then on."""
+    """Whether a floor has passed it. Only ever set; the lease must not move to another version from then on."""
     pid: int = 0
     """Its process; 0 if nobody said."""
     host: str = ""
@@ -143,7 +136,7 @@ class Readers:
         long_seconds: float = 300.0,
         given_floor: int = 0,
     ) -> None:
-        """`kept`: (lowest, highest) version of what snapshots keep for readers (rule 4).
+        """`kept`: (lowest, highest) version of what snapshots keep for readers.
         `given_floor`: what an earlier life of the database may have acted on, and may go on with."""
         self.db_id = db_id
         self._clock = clock
@@ -187,7 +180,7 @@ class Readers:
         tags: dict[str, str] | None = None,
         ttl_seconds: float | None = LEASE_SECONDS,
     ) -> tuple[Lease, M]:
-        """A lease on what `newest` says at a moment when no floor is computed: it is never too late for that (rule 1)."""
+        """A lease on what `newest` says at a moment when no floor is computed: it is never too late for that."""
         with self._lock:
             lsn, version = newest()
             return self._add(lsn, tags, ttl_seconds), version
@@ -261,7 +254,7 @@ class Readers:
                     lease.expires_at = now + lease.ttl_seconds
 
     def expire(self) -> list[Lease]:
-        """Retire leases that ran out (rule 2); which. Old ones that are still alive are reported once."""
+        """Retire leases that ran out; which. Old ones that are still alive are reported once."""
         now = self._clock.monotonic()
         with self._lock:
             late = [
@@ -297,7 +290,7 @@ class Readers:
 
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, high_lsn: int) -> int:
-        """The floor now (rule 1). Whoever asks may act on it: no lease is taken below it from here on."""
+        """The floor now. Whoever asks may act on it: no lease is taken below it from here on."""
         outside, kept = self._outside(), self._kept()
         with self._lock:
             self._given_floor = self._lowest(high_lsn, outside, kept)

@@ -3,7 +3,7 @@
 What a crash can leave, and what is done about it
   a segment file without a row           garbage if it has no frame, because the row is committed before the first one is
                                          written (P1): removed. With frames it is newer than the manifest, which was restored
-                                         from an older copy, or it is damaged: quarantined, with what is in it (rule 5)
+                                         from an older copy, or it is damaged: quarantined, with what is in it
   an open segment that holds nothing     discarded: its row ends, its file is deleted by the collector
   an open segment with commits           cut after its last whole transaction, sealed there, indexed; never appended to (P4)
   several open segments                  in order; once one is cut, what later ones hold never happened either
@@ -12,23 +12,11 @@ What a crash can leave, and what is done about it
   published rows without the seal        the same batch again: rows are the same, marks only rise
   a sealed segment with unused zeros     cut to what is used (`wal_files.trim`); stores of earlier versions have many
 
-Terms
-  verdict   how many frames of each open segment are kept, for all of them at once
-  salvage   to cut at damage as if it were a torn tail: asked for by a person, who is told what is lost
-
-Rules
-  1. Everything here may be repeated: a crash in recovery is recovered from by recovery. Segments are settled before the
-     verdict, so it comes out the same again; rows are published in steps first, then one batch ends all open segments: a
-     verdict that discards later segments because of an earlier one must not be half carried out.
-  2. A torn tail is normal and logged as info; a frame that had been synced and is bad is `Corruption` (P3), for this database
-     alone.
-  3. Nothing at or below `indexed_upto_lsn` is read but the index region, and nothing above it but the frames; what is published
-     from them is first written into the region and synced (publication.py, rule 2).
-  4. A segment that ends within a transaction has the larger of the sizes before and after it (publication.py, rule 4).
-  5. Nothing is removed that is not proven to be garbage: the spare, a file of zeros, a segment without a single frame of its
-     life. Everything else without a row may hold acknowledged commits.
-  6. A file with a row must be that segment, in the life that the row says (its salt); a sealed one that is missing or shorter
-     than what was sealed is told when the database is opened, and refused when what is in it is read.
+Everything here may be repeated: a crash in recovery is recovered from by recovery. A torn tail is normal and logged as info; a
+frame that had been synced and is bad is `Corruption` (P3), for this database alone, unless a person asks to *salvage*: to cut
+at damage as if it were a torn tail. Nothing is removed that is not proven to be garbage: everything else without a row may
+hold acknowledged commits. A file with a row must be that segment, in the life that the row says (its salt); a sealed one that
+is missing or too short is told when the database is opened, and refused when what is in it is read.
 
 Thread: the opener's.
 """
@@ -128,7 +116,7 @@ def _read(manifest: ManifestStore, db_id: int) -> tuple[WalStateRecord, Rows]:
 
 
 def _sweep(disk: Disk, root: str, db_id: int, known: set[int], now_ms: int) -> None:
-    """Files without a row: what is garbage goes, what may not be is quarantined (rule 5)."""
+    """Files without a row: what is garbage goes, what may not be is quarantined."""
     folder = os.path.join(root, pages_wal_dir(db_id))
     if not disk.exists(folder):
         return  # it has never written: its first segment makes the directory
@@ -171,7 +159,7 @@ def _is_zero(disk: Disk, path: str) -> bool:
 
 
 def _trim(disk: Disk, root: str, db_id: int, rows: Rows) -> None:
-    """Give back what sealed segments do not use, and tell which are not whole (rule 6)."""
+    """Give back what sealed segments do not use, and tell which are not whole."""
     for segment_id, row in rows:
         if row.origin_db_id != db_id or row.state in (WalState.OPEN, WalState.TRUNCATED) or not row.used_bytes:
             continue
@@ -306,7 +294,8 @@ def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, scanned: Sequence[Sc
 def _carry_out(
     manifest: ManifestStore, disk: Disk, root: str, db_id: int, scanned: Sequence[ScannedSegment], state: WalStateRecord
 ) -> None:
-    """Publish the rows of what is kept, then end all segments in one batch (rule 1)."""
+    """Publish the rows of what is kept, then end all segments in one batch: a verdict that discards later segments because of
+    an earlier one must not be half carried out."""
     kept = [segment for segment in scanned if segment.kept]
     for segment in kept:
         header = segment.scan.header
@@ -351,7 +340,7 @@ def _carry_out(
 
 
 def _sizes(kept: Sequence[ScannedSegment], before: int) -> list[int]:
-    """The size in pages for each segment's row (rule 4); `before` is the size before the first of them."""
+    """The size in pages for each segment's row; `before` is the size before the first of them."""
     sizes: list[int] = []
     commits = [segment.entries["db_size"][segment.entries["db_size"] != 0].tolist() for segment in kept]
     for number, segment in enumerate(kept):
@@ -386,7 +375,7 @@ def _index(
 def _write_index(
     disk: Disk, root: str, db_id: int, header: SegmentHeader, entries: NDArray[np.void], indexed_upto_lsn: int
 ) -> None:
-    """Write the entries that were made from frames (rule 3)."""
+    """Write the entries that were made from frames."""
     fresh = entries[entries["lsn"] > np.uint64(indexed_upto_lsn)]
     if len(fresh):
         with IndexWriter(disk, _path(root, db_id, header.segment_id), header) as index:

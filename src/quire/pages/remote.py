@@ -1,19 +1,11 @@
 """Readers that are clients of the owner: leases as rows, so that they outlive it (M10).
 
-Terms
-  row       `snapshot_readers`: the version, whose it is, and until when it may be believed
-  horizon   the moment in the row; a renewal moves it only when the lease itself would reach beyond it
-  adopted   a reader of an earlier life of the owner, or of the database, that has a lease in memory again
-
-Rules
-  1. While the owner lives its memory decides: a lease like any other (`readers.py`), with a row behind it. The row goes last
-     when a reader opens and first when it is let go; in between both are there, so no moment protects it less.
-  2. A row's horizon is two leases ahead, so renewals commit something once per lease and not with every heartbeat.
-  3. After a restart a row that is believed (`floors.py`, rule 4) holds the floor by itself; the first renewal adopts it.
-  4. A renewal is refused when the reader was retired, or when a checkpoint was allowed to pass its version and no snapshot
-     keeps it (`readers.py`, rule 4): a lease that protects nothing is worse than none. Its row goes, and the client gets
-     `LeaseExpired`.
-  5. Rows that are not believed any more, and rows of retired readers, are removed with a warning.
+While the owner lives its memory decides: a lease like any other (`readers.py`), with a row of `snapshot_readers` behind it.
+The row goes last when a reader opens and first when it is let go; in between both are there, so no moment protects it less. A
+row's horizon is two leases ahead, so renewals commit something once per lease and not with every heartbeat. After a restart a
+row that is believed (`Floors.believes`) holds the floor by itself; the first renewal *adopts* it: the reader has a lease in
+memory again. A renewal is refused when the reader was retired, or when a checkpoint was allowed to pass its version: a lease
+that protects nothing is worse than none.
 
 Threads: any. Raises `UnknownReader`, `LeaseExpired`, `InvalidInput`, and what opening a database raises.
 """
@@ -75,7 +67,7 @@ class _Held:
 
 
 class RemoteReaders:
-    """See the rules above."""
+    """The clients' leases on one store's databases."""
 
     def __init__(
         self,
@@ -128,7 +120,7 @@ class RemoteReaders:
         return held
 
     def _persist(self, db_id: int, reader_id: int, held: _Held) -> None:
-        """Write the reader's row with a horizon two leases ahead: the next one is due after a lease (rule 2)."""
+        """Write the reader's row with a horizon two leases ahead: the next one is due after a lease."""
         mark = held.snapshot.mark
         horizon = self._clock.now_ms() + int(2_000 * held.ttl_seconds)
         words = (mark.size_pages, mark.segment_id, mark.commit_ms, int(held.ttl_seconds * 1000))
@@ -138,7 +130,7 @@ class RemoteReaders:
         held.horizon_ms = horizon
 
     def renew(self, db: int | str, reader_id: int) -> RemoteReader:
-        """The client is alive (rules 2 to 4)."""
+        """The client is alive."""
         store = self._open_store(db)
         with self._lock:
             held = self._find(store, reader_id)
@@ -180,7 +172,7 @@ class RemoteReaders:
 
     def _adopt(self, store: PageStore, reader_id: int) -> _Held:
         """Give a reader of an earlier life a lease again, or refuse it if a checkpoint was allowed past its version
-        (rules 3 and 4)."""
+        ."""
         key = (store.db_id, reader_id)
         self._held.pop(key, None)
         row = self._row(*key)
@@ -213,7 +205,7 @@ class RemoteReaders:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def tick(self, db_id: int, retired: Iterable[Lease] = ()) -> None:
-        """Rule 5, for a database whose memory has just retired these."""
+        """Remove the rows of readers that memory has just retired, and rows that are not believed any more, with a warning."""
         now = self._clock.monotonic()
         late = set(map(id, retired))
         with self._lock:

@@ -1,29 +1,23 @@
 """The bytes of a WAL segment: one header, a region of index entries, then frames of one fixed stride.
 
-Terms
   frame      one version of one page: a head of 64 bytes and the page. Frame `n` of a segment has the lsn `first_lsn + n`
   entry      48 bytes of the *page index delta* region that repeat a frame's head without its page. Entry `n` is of
              frame `n`, so a reader learns what a segment holds from one small read. It is made from the head when the
              frame is published (`segment_scan.entries_of`), not when it is written (docs/decisions/008)
   capacity   how many frames a segment can hold; it fixes where the frames begin
   commit     the last frame of a transaction: `db_size`, the size in pages from then on, is not 0. Only it says
-             `durable_upto_lsn` (what was synced when it was written) and `commit_ms`
+             `durable_upto_lsn` (what was synced when it was written, below its own lsn) and `commit_ms`
   zero       a frame whose page is all zeros; the place of its body is kept but means nothing and is not read
-  salt       64 random bits, new in each life of a file
   seed       of frame `n`: the header's crc64 xor `n`. The checksums of entry `n` and frame `n` start from it
 
-Rules
-  1. Little-endian, no padding, no alignment. Sizes are literal and checked at import.
-  2. The header's crc64 covers database, segment, salt, first lsn and geometry, so through the seed each entry and frame
-     is valid only in the very place it was written for: not in the file's next life, not elsewhere in this one (P1).
-  3. lsns start at 1 and rise by one from frame to frame, through transactions and from each segment to the next one
-     that the same open database writes. So an entry of zeros is never valid, and a place follows from an lsn.
-  4. A transaction has at least one frame. What is left of it when a segment is full goes on in the next one: the part
-     here then has no commit (`db_size=0`).
-  5. `durable_upto_lsn` is below the lsn of every frame written with it: nothing vouches for itself.
+Little-endian, no padding, no alignment. The header's crc64 covers database, segment, salt, first lsn and geometry, so through
+the seed each entry and frame is valid only in the very place it was written for: not in the file's next life, which has
+another salt, and not elsewhere in this one (P1). lsns start at 1 and rise by one from frame to frame, through transactions and
+from each segment to the next one that the same open database writes. So an entry of zeros is never valid. What is left of a
+transaction when a segment is full goes on in the next one: the part here then has no commit.
 
-Pure functions and values, any thread, no input or output, no numpy. Format page: `docs/formats/segment.md`.
-Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for what cannot be encoded.
+Pure functions and values, any thread, no input or output, no numpy. Format page: `docs/formats/segment.md`. Raises
+`Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for what cannot be encoded.
 """
 
 from __future__ import annotations
@@ -172,7 +166,7 @@ class SegmentHeader:
         return self._checked() + WORD.pack(self.crc64)
 
     def lsn(self, frame_no: int) -> int:
-        """The lsn of a frame (rule 3)."""
+        """The lsn of a frame."""
         return self.first_lsn + frame_no
 
     def _checked(self) -> bytes:
@@ -251,7 +245,7 @@ def encode(
     geometry, lsn, count = header.geometry, header.first_lsn + frame_no, len(pages)
     if not count or frame_no < 0 or frame_no + count > geometry.capacity:
         raise _does_not_fit(header, frame_no, count)
-    assert durable_upto_lsn < lsn, "a frame cannot vouch for itself (rule 5)"
+    assert durable_upto_lsn < lsn, "a frame cannot vouch for itself"
     first_frame, last_lsn = frame_no, lsn + count - 1
     page_size, base = geometry.page_size, header.crc64
     gaps = page_size >= GAP_BYTES
@@ -304,7 +298,7 @@ def encode_one(
     assert image is not None, "zeros go through `encode`"
     if not 0 <= frame_no < geometry.capacity:
         raise _does_not_fit(header, frame_no, 1)
-    assert durable_upto_lsn < lsn, "a frame cannot vouch for itself (rule 5)"
+    assert durable_upto_lsn < lsn, "a frame cannot vouch for itself"
     if len(image) != geometry.page_size:
         raise _wrong_page(header, page, len(image))
     if not db_size:

@@ -1,39 +1,18 @@
-"""A WAL segment as a file: made, recycled, appended to, synced, and read frame by frame.
+"""A WAL segment as a file: made, recycled, appended to, synced, indexed, and read frame by frame.
 
-Terms
-  used     how many frames were appended in this life; the next one has this number
-  slice    what is encoded and written at a time, about 1 MiB: a large transaction then needs no memory of its own size
-  former   the file of a segment that nobody needs any more, about to begin another life
+`create` and `recycle` return when header and name are durable (P1); only then may the manifest name the segment. A recycled
+file stays in its database and gets a new salt: its old frames are invalid from then on. An append writes frames and no
+entries: a commit then dirties one run of the file, and its sync has one place to go to (docs/decisions/008); `IndexWriter`
+writes entries for frames that a sync has covered. A segment that was opened is never appended to (P4); only the object that
+made it can.
 
-States of a segment that is written
-  open ──an append or a sync failed──▶ in doubt ──close()──▶ closed
+Input that is refused changes nothing. After any other failure of an append or a sync nobody knows what is on disk: the segment
+takes nothing more and every call that writes raises `StoreUnusable`. A frame is handed out only if its checksum fits this
+segment, this place and, if told, this page.
 
-Rules
-  1. `create` and `recycle` return when header and name are durable (P1); only then may the manifest name the segment. What
-     a crash leaves before that is a file without a row: garbage.
-  2. A recycled file stays in its database and gets a new salt: its old frames are invalid from then on. The new header is
-     synced under the old name, then renamed, so the new name never shows an old header.
-  3. An append writes frames and no entries: a commit then dirties one run of the file, and its sync has one place to go to
-     (docs/decisions/008). Entries are written and synced by who publishes, for frames that a sync has covered.
-  4. A segment that was opened is never appended to (P4); only the object that made it can.
-  5. Input that is refused changes nothing. After any other failure of an append or a sync nobody knows what is on disk:
-     the segment takes nothing more and every call that writes raises `StoreUnusable`.
-  6. A frame is handed out only if its checksum fits this segment, this place and, if told, this page.
-  7. Who writes entries has a handle of its own. Linux tells of a failed write-back once per handle: through a shared one the
-     sync of entries could take the news from the sync of a commit, and that would be called durable.
-  8. For the same reason two syncs of commits at a time (sync_lanes.py) have two handles, both opened before the first frame.
-     A small segment, of a database that hardly writes, has one: its syncs take turns, and one that fails has put the segment
-     in doubt before the next begins.
-  9. A retired segment is all durable: a sync that comes late, for what another has synced already, finds nothing to do.
- 10. A thread that appends once more, and has waited for all before, will wait for this one too: so the disk begins with the
-     frames of a small append at once, and works while their commit is noted down. That makes nothing durable: the system may
-     write any frame at any time anyway, and only a sync vouches for it. A crash finds what it finds after any append that
-     was not synced: a torn tail. With several writers it does not pay: one more system call, one more turn of the interpreter.
-
-Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used`
-moves only when an append is through. Format page: `docs/formats/segment.md`.
-Raises `StoreUnusable`, `ReadOnly`, `OutOfRange`, `InvalidInput`; `ChecksumMismatch` for a bad frame, and what the header
-and the disk raise.
+Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used` moves
+only when an append is through. Format page: `docs/formats/segment.md`. Raises `StoreUnusable`, `ReadOnly`, `OutOfRange`,
+`InvalidInput`; `ChecksumMismatch` for a bad frame, and what the header and the disk raise.
 """
 
 from __future__ import annotations
@@ -78,7 +57,7 @@ from quire.pages.segment import (
 
 SLICE_BYTES = 1 * MIB
 TWO_HANDLES_BYTES = 1 * MIB
-"""From this size on a segment has two handles to be synced through (rule 8): databases that have written about as much."""
+"""From this size on a segment has two handles to be synced through: databases that have written about as much."""
 
 
 class SegmentFile:
@@ -100,8 +79,8 @@ class SegmentFile:
     def __init__(self, file: File, header: SegmentHeader, *, writable: bool, second: File | None = None) -> None:
         # Constant after construction.
         self._file = file
-        self._lanes = [(each, threading.Lock()) for each in (file, second) if each is not None]
-        """Handles to sync through, each by one at a time (rule 8)."""
+        self._lanes = [(handle, threading.Lock()) for handle in (file, second) if handle is not None]
+        """Handles to sync through, each by one at a time."""
         self.header = header
         """What its first bytes say."""
         self._writable = writable
@@ -130,7 +109,7 @@ class SegmentFile:
         file_bytes: int,
         created_at_ms: int = 0,
     ) -> SegmentFile:
-        """Make a zero-filled segment file (rule 1). A full disk is `DiskFull` and leaves nothing behind."""
+        """Make a zero-filled segment file. A full disk is `DiskFull` and leaves nothing behind."""
         header = SegmentHeader(
             geometry=Geometry.fitting(page_size=page_size, file_bytes=file_bytes),
             db_id=db_id,
@@ -158,7 +137,7 @@ class SegmentFile:
     def recycle(
         cls, disk: Disk, former: str, path: str, *, db_id: int, segment_id: int, first_lsn: int, created_at_ms: int = 0
     ) -> SegmentFile:
-        """Begin a new life of the file `former` under the name `path` (rule 2), with the geometry it has.
+        """Begin a new life of the file `former` under the name `path`, with the geometry it has.
 
         The caller knows that nobody needs the former segment: its row is gone. If this fails, the file under either name
         is garbage.
@@ -191,7 +170,7 @@ class SegmentFile:
             hit("pages.segment.recycled")
         finally:
             file.close()
-        disk.rename(former, path)
+        disk.rename(former, path)  # behind the sync of the header: the new name never shows an old one
         disk.sync_dir(os.path.dirname(path) or ".")
         file = disk.open(path)  # anew, so that errors and `path` show the name it has now
         try:
@@ -253,7 +232,10 @@ class SegmentFile:
                 heads += self._write_slices(first + self._slice, rest, db_size, durable_upto_lsn, commit_ms)
             hit("pages.segment.frames")
             former, self._appender = self._appender, get_ident()
-            if former == self._appender and durable_upto_lsn == header.first_lsn + first - 1 and not rest:  # rule 10
+            # A thread that appends once more, and has waited for all before, will wait for this one too: the disk begins at
+            # once, and works while the commit is noted down. That makes nothing durable
+            # (docs/decisions/012-early-write-back.md).
+            if former == self._appender and durable_upto_lsn == header.first_lsn + first - 1 and not rest:
                 begin_write_back(self._file, geometry.stride * count, geometry.frames_offset + geometry.stride * first)
         except BaseException as error:
             self._doubt("an append", error)
@@ -284,7 +266,7 @@ class SegmentFile:
         return b"".join(heads)
 
     def sync(self, lane: int = 0) -> int:
-        """Make everything appended so far durable; returns the lsn up to which it is. `lane`: 0 or 1 (rule 8)."""
+        """Make everything appended so far durable; returns the lsn up to which it is. `lane`: 0 or 1."""
         # Read before the sync starts: what is appended meanwhile may or may not be covered.
         lsn = self.header.first_lsn + self.used - 1
         handle, turn = self._lanes[lane if lane < len(self._lanes) else 0]
@@ -303,7 +285,7 @@ class SegmentFile:
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def read_frame(self, frame_no: int, *, page: int | None = None) -> bytes:
-        """The page in a frame, verified (rule 6); `page` is which one the caller expects there."""
+        """The page in a frame, verified; `page` is which one the caller expects there."""
         geometry = self.header.geometry
         if not 0 <= frame_no < geometry.capacity:
             raise OutOfRange("the segment has no such frame", frame=frame_no, capacity=geometry.capacity)
@@ -341,7 +323,8 @@ class SegmentFile:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def retire(self) -> None:
-        """Close it for good: everything in it is durable (rule 9). Waits for syncs that are under way."""
+        """Close it for good: everything in it is durable, and a sync that comes late finds nothing to do. Waits for syncs that
+        are under way."""
         for handle, turn in self._lanes:
             with turn:
                 self._is_retired = True
@@ -360,7 +343,7 @@ class SegmentFile:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
-        """The head of a frame whose bytes were read, if it is this segment's frame of this number and page (rule 6)."""
+        """The head of a frame whose bytes were read, if it is this segment's frame of this number and page."""
         head = check_frame(self.header, frame_no, data)
         if head is None or (page is not None and head.page != page):
             found = {} if head is None else {"found_page": head.page}
@@ -384,7 +367,7 @@ class SegmentFile:
             raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
 
     def _doubt(self, doing: str, error: BaseException) -> None:
-        """Nobody knows what is on disk (rule 5): raises, now and in later calls. Returns if `error` is no `Exception`."""
+        """Nobody knows what is on disk: raises, now and in later calls. Returns if `error` is no `Exception`."""
         self._trouble = StoreUnusable(
             f"{doing} to a WAL segment failed, and what reached the disk is unknown",
             hint="repair the cause, then reopen the store",
@@ -408,7 +391,8 @@ def read_header(file: File, *, db_id: int | None = None, segment_id: int | None 
 
 
 def _second_handle(disk: Disk, file: File, header: SegmentHeader) -> File | None:
-    """A handle of its own for the second sync lane; none for a small segment (rule 8)."""
+    """A handle of its own for the second sync lane, opened before the first frame: Linux tells of a failed write-back once per
+    handle, and through a shared one a sync could take the news from another. A small segment has one: its syncs take turns."""
     return disk.open(file.path) if header.geometry.file_bytes > TWO_HANDLES_BYTES // 2 else None
 
 
@@ -418,7 +402,8 @@ def _write_header(file: File, header: SegmentHeader) -> None:
 
 
 class IndexWriter:
-    """A segment's region of entries, to be written."""
+    """A segment's region of entries, to be written through a handle of its own, so that its sync takes no news of a failed
+    write-back from the sync of a commit. Thread: one at a time."""
 
     __slots__ = ("_file", "_header")
 

@@ -1,23 +1,16 @@
 """Where bytes of pages come from: WAL segments and chunks, opened once, read through the cache.
 
-Terms
-  version  a page in a WAL segment, found by (origin, segment, lsn): its frame follows from the lsn
-  chunk    a page in a chunk object, found by (artifact, offset in the slot); read from its local copy if there is one
-  place    where an artifact's object is: what is needed to read it without a manifest
-  cold     read past the cache, under the bandwidth limit: for scans that must not disturb others
+A *version* is a page in a WAL segment, found by (origin, segment, lsn): its frame follows from the lsn. A page of a chunk is
+found by (artifact, offset in the slot). A *place* is where an artifact's object is: what is needed to read it without a
+manifest. Local comes first: a segment's or chunk's own file, a path-URL object's file, then the object store. Bytes are
+verified when they are read (salted frame checksum, chunk's page checksum) and then cached by location. *Cold* reads go past
+the cache and under the bandwidth limit: for scans that must not disturb others.
 
-Rules
-  1. Handles and footers are kept, a bounded number of each (`sources.py`); the oldest unused are given up.
-  2. Bytes are verified when they are read (salted frame checksum, chunk's page checksum) and then cached by location.
-  3. A handle may outlive its file's life: a recycled segment fails its salted check, and `forget` drops the handle so that the
-     next look is at what is there now (P8).
-  4. Local first: a segment's or chunk's own file, a path-URL object's file, then the object store. A file that is not there is
-     no fault as long as an object is.
-  5. A page of a chunk is cached alone at first: most of its frame's 16 pages are never asked for. If the next one that is
-     missing is its neighbour, somebody walks: then the whole frame is cached.
+A bounded number of handles and footers is kept. A handle may outlive its file's life: a recycled segment fails its salted
+check, and `forget` drops the handle so that the next look is at what is there now (P8).
 
-Threads: any. Executor-safe: no manifest is asked; what it knows comes with the places, or through `locate`.
-Raises `Corruption` for what is missing or altered, and what disks and object stores raise.
+Threads: any. Executor-safe: no manifest is asked; what it knows comes with the places, or through `locate`. Raises
+`Corruption` for what is missing or altered, and what disks and object stores raise.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ H = TypeVar("H")
 
 
 class Handles(Generic[H]):
-    """At most `limit` handles by key (rule 1)."""
+    """At most `limit` handles by key."""
 
     __slots__ = ("_kept", "_limit", "_lock", "_used")
 
@@ -107,7 +100,7 @@ class Handles(Generic[H]):
 
 
 class ReadSegment(SegmentFile):
-    """A segment to read that closes itself (rule 2)."""
+    """A segment to read that closes itself."""
 
     __slots__ = ()
 
@@ -116,7 +109,7 @@ class ReadSegment(SegmentFile):
 
 
 class ReadFile:
-    """A file to read that closes itself (rule 2)."""
+    """A file to read that closes itself."""
 
     __slots__ = ("_file",)
 
@@ -173,7 +166,7 @@ class ObjectFile:
 
 
 class Throttle:
-    """See the rules above. `sleep` is a seam for tests."""
+    """`sleep` is a seam for tests."""
 
     def __init__(self, bytes_per_second: int, clock: Clock, sleep: Callable[[float], None] = time.sleep) -> None:
         self.bytes_per_second = bytes_per_second
@@ -260,7 +253,7 @@ class Sources:
         self._files: Handles[ReadFile] = Handles(FILES_MAX)
         self._looks = 0
         self._last_groups: dict[ArtifactKey, int] = {}
-        """Chunk → where in it the last page was that no cache had, roughly: rule 5."""
+        """Chunk → where in it the last page was that no cache had, roughly."""
 
     def drop_unused(self) -> None:
         """Now and then, give up handles that nobody has asked for since the last time: an idle database holds none. Footers
@@ -323,7 +316,7 @@ class Sources:
         return images
 
     def segment(self, origin: int, segment_id: int, place: SegmentPlace | None = None) -> ReadSegment:
-        """A segment, opened for reading; from its object if its file is not here (rule 4)."""
+        """A segment, opened for reading; from its object if its file is not here."""
         return self._segments.keep((origin, segment_id), lambda: self._open_segment(origin, segment_id, place))
 
     def _open_segment(self, origin: int, segment_id: int, place: SegmentPlace | None) -> ReadSegment:
@@ -346,7 +339,7 @@ class Sources:
             raise _missing("a WAL segment has neither its file nor its object", **where) from error
 
     def forget_segment(self, origin: int, segment_id: int) -> None:
-        """The segment's file is gone, or has begun another life (rule 3)."""
+        """The segment's file is gone, or has begun another life."""
         self._segments.drop((origin, segment_id))
 
     # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -366,7 +359,7 @@ class Sources:
         self._files.drop(key)
 
     def chunk_page(self, place: ChunkPlace, offset: int, *, cold: bool = False) -> bytes | None:
-        """One page of a chunk, through the cache (rule 5)."""
+        """One page of a chunk, through the cache."""
         key = place.key
         cached = self.cache.get((key, offset))
         if cached is not None:
@@ -374,6 +367,8 @@ class Sources:
         reader = self.chunk(place, cold=cold)
         if cold:
             return reader.read_page(offset)
+        # A page is cached alone at first: most of its frame's 16 pages are never asked for. If the next one that is missing is
+        # its neighbour, somebody walks: then the whole frame is cached.
         group = offset // PAGES_PER_FRAME
         if self._last_groups.get(key) != group:
             if len(self._last_groups) >= CHUNKS_MAX:

@@ -1,27 +1,19 @@
-"""Who syncs, and who waits for whom: up to two syncs at a time, each for everyone who had written when it began.
+"""Who syncs, and who waits for whom: up to two syncs at a time, each for everyone who had written when it began (P7).
 
-Terms
-  flight   a sync on its way: the version that it makes durable, and the segments that it syncs
-  lane     a place for a flight; each has a handle of its own on every large segment (segment_file.py)
-  covered  what was written when a flight began
-  through  a flight whose sync has returned
-  settled  a flight whose version is durable
-  sleeper  a thread that waits: a flight covers what it has written, or every lane is taken
+A *flight* is a sync on its way: the version that it makes durable, and the segments that it syncs. There is no thread in
+between: who has written what no flight covers begins the next flight itself, at once, if a *lane* is free. It has the
+interpreter at that moment; a sleeper to whom the sync were handed would first have to wake up, while the disk is idle. With
+every lane taken it sleeps, and the next flight serves all who have written by then: so there are groups as soon as there are
+more writers than lanes.
 
-Rules
-  1. There is no thread in between: with nobody else about, a sync is a call.
-  2. Who has written what no flight covers begins the next flight itself, at once, if a lane is free. It has the interpreter at
-     that moment; a sleeper to whom the sync were handed would first have to wake up, while the disk is idle.
-  3. With every lane taken it sleeps, and the next flight serves all who have written by then: so there are groups as soon as
-     there are more writers than lanes (P7).
-  4. Flights are settled in the order in which they began. One that is through before its predecessor waits for it: if the
-     predecessor fails, nobody knows what is on disk, and none of the two is settled. The other way round each vouches for
-     itself: it has asked a handle of its own, or has had its turn before (segment_file.py).
-  5. A flight that ends without being through is a doubt: it has taken segments from the dirty ones, and nobody else would sync
-     them. That is so for an interrupt between boarding and the sync as for a failed sync.
-  6. Nobody is forgotten. Whether to sleep is decided under the lock under which flights are settled. Whoever settles one wakes
-     those that are served and, for a free lane, one of those that no flight covers. Who fails or is interrupted, while it leads
-     or sleeps, does the same before it goes: the one that it wakes leads, or fails in its turn.
+Flights are settled in the order in which they began. One that is through before its predecessor waits for it: if the
+predecessor fails, nobody knows what is on disk, and none of the two is settled. A flight that ends without being through is a
+doubt: it has taken segments from the dirty ones, and nobody else would sync them. That is so for an interrupt between boarding
+and the sync as for a failed sync.
+
+Nobody is forgotten. Whether to sleep is decided under the lock under which flights are settled. Whoever settles one wakes
+those that are served and, for a free lane, one of those that no flight covers. Who fails or is interrupted, while it leads or
+sleeps, does the same before it goes: the one that it wakes leads, or fails in its turn.
 
 Threads: any. Raises what the sync raises.
 """
@@ -102,7 +94,7 @@ class SyncLanes:
                         flight.is_through = flight.is_doomed = False
                         flight.lane = 0 if before is None else 1 - before.lane
                         flight.mark, flight.segments = _NOTHING, []
-                        flying.append(flight)  # before it takes anything (rule 5)
+                        flying.append(flight)  # before it takes anything
                         self._begin(flight, before)
                     elif self.durable_lsn < lsn:
                         self._go_to_sleep(flight, lsn)
@@ -157,7 +149,7 @@ class SyncLanes:
         self._sleepers[sleeper] = lsn
 
     def _land(self) -> None:
-        """Settle the flights that are through (rule 4), and wake those it concerns (rule 6)."""
+        """Settle the flights that are through, and wake those it concerns."""
         flying = self._flying
         while flying and flying[0].is_through:
             if not flying[0].is_doomed:
@@ -177,7 +169,7 @@ class SyncLanes:
 
     # ── the end of one that fails ─────────────────────────────────────────────────────────────────────────────────────
     def _leave(self, flight: Flight | None, error: BaseException) -> None:
-        """A flight has failed, or a thread is interrupted while it leads or sleeps (rules 5 and 6)."""
+        """A flight has failed, or a thread is interrupted while it leads or sleeps."""
         with self._lock:
             if flight is not None:
                 self._sleepers.pop(flight, None)

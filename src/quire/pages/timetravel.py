@@ -1,21 +1,14 @@
 """Finds an earlier version of a database, by lsn or by time, and says what it can be read from (P14).
 
-Terms
-  commit     the last frame of a transaction: it names a version, and has the size and the time of it
-  live       versions at or above `checkpointed_lsn`, and of a fork its fork point: the WAL still has all of them
-  anchor     the version of a snapshot (a named one, or one that a checkpoint has kept for the window)
+A version is the last commit at or below what was asked for. *Live* versions, at or above `checkpointed_lsn` (and of a fork its
+fork point), are read through a lease, as any other. An older one needs a snapshot that covers no more than it and pins every
+segment up to it: its leaves, and its pins cut at that version. What lies between the anchor of a snapshot and the next version
+is the anchor itself, if the snapshot behind it, or the live database, is based on just that. A live version that a window of
+time travel keeps is read from there: the checkpoint it was kept for may have been given a floor above it, and then no lease is
+to be had (P9).
 
-Rules
-  1. A version is the last commit at or below what was asked for: never in the middle of a transaction.
-  2. Live versions are read through a lease, as any other. An older one needs a snapshot that covers no more than it and pins
-     every segment up to it: its leaves, and its pins cut at that version.
-  3. What lies between an anchor and the next version is the anchor itself, if the snapshot behind it, or the live database, is
-     based on just that.
-  4. A live version that a window of time travel keeps is read from there: the checkpoint it was kept for may have been given
-     a floor above it, and then no lease is to be had (P9).
-  5. Anything else is gone: `SnapshotGone` says what would have kept it.
-
-Threads: any. Raises `SnapshotGone`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time without a zone.
+Threads: any. Raises `SnapshotGone`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time without a
+zone.
 """
 
 from __future__ import annotations
@@ -166,7 +159,7 @@ def _among(
     objects_url: str,
     checkpointed_lsn: int = -1,
 ) -> FoundVersion | None:
-    """Find a snapshot that covers no more than the moment and pins every segment up to it (rules 2 and 3)."""
+    """Find a snapshot that covers no more than the moment and pins every segment up to it."""
     before: tuple[int, SnapshotRecord] | None = None
     for snapshot_id, record in snapshots:
         if moment.includes(record.anchor_lsn, record.anchor_time_ms or record.created_at_ms):

@@ -1,12 +1,11 @@
 """A write transaction: buffers page images until `commit`, and the guard that tells when they are durable.
 
-Rules
-  1. A transaction sees what was written before it and what it writes itself.
-  2. A transaction that cuts pages off and grows again finds zeros there, as it will after the commit (P15).
-  3. However it ends (commit, rollback, an error in either, or being forgotten) the next writer may begin. A commit that raises
-     has rolled back, unless the database is unusable now: then nobody knows, and reopening it tells.
+A transaction sees what was written before it and what it writes itself; one that cuts pages off and grows again finds zeros
+there, as it will after the commit (P15). Images beyond a limit wait in a scratch file without a name (P6). However it ends
+(commit, rollback, an error in either, or being forgotten) the next writer may begin. A commit that raises has rolled back,
+unless the database is unusable now: then nobody knows, and reopening it tells.
 
-Thread: one at a time.
+Thread: one at a time. Raises `DiskFull` and `StorageFault` when it spills; what was written before stays readable.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Spill:
         path = os.path.join(root, scratch_dir(next(_names)))
         self._file: File = disk.open(path, exclusive=True)
         try:
-            disk.remove(path)  # rule 2
+            disk.remove(path)  # neither a crash nor a forgotten transaction leaves it behind
         except BaseException:
             self._file.close()
             raise
@@ -134,7 +133,7 @@ class PageGuard:
 
 
 class WriteTxn:
-    """See the rules above. Made by `PageStore.begin`."""
+    """Made by `PageStore.begin`."""
 
     __slots__ = (
         "__weakref__",

@@ -1,9 +1,8 @@
 """Makes a `SnapshotView` of a snapshot's row, or of a version between two checkpoints: the side that needs a manifest.
 
-Rules
-  1. A view is read in one transaction: its links and pins belong together.
-  2. A view at an earlier version than its snapshot's (time travel, P14) has the same leaves, and of the pins what is at or
-     below that version. That is right as long as the leaves cover no more than it: the caller has checked that.
+A view is read in one transaction: its links and pins belong together. A view at an earlier version than its snapshot's (time
+travel, P14) has the same leaves, and of the pins what is at or below that version. That is right as long as the leaves cover
+no more than it: the caller has checked that.
 
 Pure reading. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for rows that should be there.
 """
@@ -40,7 +39,7 @@ FROM_TAG = "from-lsn"
 def view_of(
     txn: ReadTxn, db_id: int, snapshot_id: int, record: SnapshotRecord, objects_url: str, *, at: Mark | None = None
 ) -> SnapshotView:
-    """The view of a snapshot, or (rule 2) of an earlier version that its pins reach back to."""
+    """The view of a snapshot, or of an earlier version that its pins reach back to."""
     database = txn.database(db_id)
     if database is None:
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)

@@ -1,30 +1,23 @@
 """The write-ahead log of one database: transactions go in, versions of pages come out.
 
-Terms (and those of publication.py)
-  written    appended to the open segment; the next writer builds on it
-  durable    synced; what readers may open at
-  published  in the manifest's page index; what survives in memory is only what is not published yet
-  recent     page → its newest version that is not published, with those before it
+*Written* is what was appended to the open segment: the next writer builds on it. *Durable* is what was synced: readers may
+open at it. *Published* is what is in the manifest's page index; `recent` has, in memory, each page's newest version that is
+not, with those before it.
 
-What is on disk, step by step, and which rule covers a crash there
+What is on disk, step by step, and what covers a crash there
   segments are made       see wal_files.py
   frames are appended     not synced, even if the disk has begun with them: a torn tail, cut at the last commit (P3)
   the segment is synced   every transaction up to `durable` is whole; recovery finds it in the frames
   it is published         see publication.py
 
-Rules
-  1. Frames enter only in `append`, under the append lock, a transaction at a time, its commit frame last (P6). Everything that
-     can be refused is refused before the first frame is written, and changes nothing.
-  2. Whoever waits for durability syncs for all that was written by then (P7), beside at most one other: see sync_lanes.py.
-  3. lsns are reserved in the manifest in blocks before they are used, so none is ever used twice (P5).
-  4. Nothing that names an lsn enters the manifest before that lsn is durable (P5), and that is always the end of a transaction.
-  5. Versions leave `recent` only after the batch that publishes them has committed: a reader that looks there first and begins
-     its manifest transaction afterwards misses nothing (P8). Versions are never changed, only added in front or replaced.
-  6. After a failed write or sync the database takes nothing more until it is reopened (M12); other databases go on. What was
-     durable by then can still be read.
-  7. A segment is in the queue of dirty ones, with its flag up, whenever it has frames that no sync began after. So no lock is
-     needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin. A sync that
-     begins while another is under way also takes that one's segments: those may hold frames that only this one vouches for.
+Frames enter only in `append`, under the append lock, a transaction at a time, its commit frame last (P6). Everything that can
+be refused is refused before the first frame is written, and changes nothing. lsns are reserved in the manifest in blocks
+before they are used, so none is ever used twice; and nothing that names an lsn enters the manifest before that lsn is durable
+(P5). After a failed write or sync the database takes nothing more until it is reopened (M12); what was durable by then can
+still be read.
+
+A segment is in the queue of dirty ones, with its flag up, whenever it has frames that no sync began after. So no lock is
+needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin.
 
 Threads: `append` by whoever holds the database's write lock; `sync`, `publish`, `seal` and reads by any.
 """
@@ -84,7 +77,7 @@ class WalStart(NamedTuple):
 
 
 class Wal:
-    """See the rules above. Made by the engine after recovery."""
+    """Made by the engine after recovery."""
 
     def __init__(
         self,
@@ -139,13 +132,13 @@ class Wal:
             start.durable.lsn, begin=self._begin_sync, sync=self._sync, settle=self._settle, doubt=self._poison
         )
         self.until = self._lanes.until
-        """Return when everything up to an lsn is durable (rule 2)."""
+        """Return when everything up to an lsn is durable."""
         self.durable = start.durable
         self.syncs = 0
         self._has_asked = False
         """Whether publication was asked for and has not begun: asking at each sync cost 5 µs, and the asked one its sleep."""
         self._dirty: deque[Segment] = deque()
-        """Segments to sync: the writer enters one behind its frames, who syncs takes it out before the sync (rule 7)."""
+        """Segments to sync: the writer enters one behind its frames, who syncs takes it out before the sync."""
         self._publication = Publication(
             db_id=db_id, disk=disk, manifest=manifest, forget=self._forget, poison=self._poison
         )
@@ -195,7 +188,7 @@ class Wal:
         order.sort()
 
     def _reserve(self, frames: int) -> None:
-        """Reserve a block of lsns in the manifest before they are used (rule 3)."""
+        """Reserve a block of lsns in the manifest before they are used."""
         upto = self._next_lsn + frames + LSN_BLOCK
         self._manifest.submit([AdvanceWal(self.db_id, 0, lsn_reserved=upto)]).result()
         self._reserved_lsn = upto
@@ -223,11 +216,13 @@ class Wal:
                 self._know_heads([page for page in part if page not in heads], before.size_pages)
                 writes = [(page, image_of(page), *heads[page]) for page in part]
             if spill:
-                writes = [each if each[1] is not None else (each[0], spill.get(each[0]), *each[2:]) for each in writes]
+                writes = [
+                    write if write[1] is not None else (write[0], spill.get(write[0]), *write[2:]) for write in writes
+                ]
             size, file = db_size if done == count else 0, segment.file
             first = file.used
             frame_heads = file.append(writes, db_size=size, durable_upto_lsn=self.durable.lsn, commit_ms=now)
-            if not segment.is_dirty:  # rule 7
+            if not segment.is_dirty:  # behind its frames: who sees the flag syncs them
                 segment.is_dirty = True
                 self._dirty.append(segment)
             segment_id = segment.segment_id
@@ -288,11 +283,11 @@ class Wal:
 
     # ── durability ────────────────────────────────────────────────────────────────────────────────────────────────────
     def sync(self, upto_lsn: int | None = None) -> None:
-        """Return when everything up to an lsn (default: all that is written) is durable (rule 2)."""
+        """Return when everything up to an lsn (default: all that is written) is durable."""
         self.until(self.written.lsn if upto_lsn is None else upto_lsn)
 
     def _begin_sync(self, flight: Flight, before: Flight | None) -> None:
-        """What a sync that begins now makes durable (rule 7). One at a time: `SyncLanes` calls it."""
+        """What a sync that begins now makes durable. One at a time: `SyncLanes` calls it."""
         dirty = self._dirty
         flight.mark = self.written  # first: what is written from here on may be in segments that are not taken
         segments = flight.segments = []
@@ -300,8 +295,8 @@ class Wal:
             segment = dirty.popleft()
             segment.is_dirty = False
             segments.append(segment)
-        if before is not None:
-            segments += [each for each in before.segments if each not in segments]
+        if before is not None:  # those may hold frames that only this sync vouches for
+            segments += [segment for segment in before.segments if segment not in segments]
 
     def _sync(self, flight: Flight) -> None:
         """Two at a time, at most."""
@@ -329,7 +324,8 @@ class Wal:
         return self._publication.publish(lambda: self.durable)
 
     def _forget(self, pages: list[int], upto: int) -> None:
-        """Rule 5: these pages are published up to an lsn."""
+        """These pages are published up to an lsn. Versions leave `recent` only after the batch that publishes them has
+        committed: a reader that looks there first and begins its manifest transaction afterwards misses nothing (P8)."""
         recent = self.recent
         for start in range(0, len(pages), FORGET_PAGES):
             with self._append:
@@ -391,7 +387,7 @@ class Wal:
         self._publication.stop()
         with self._append:
             self._lanes.drain()
-            files = [*(each.file for each in self._publication.ended), *self._ahead]
+            files = [*(segment.file for segment in self._publication.ended), *self._ahead]
             if self._segment is not None:
                 files.append(self._segment.file)
             self._segment, self._ahead = None, deque()
@@ -412,7 +408,7 @@ class Wal:
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
-        """Take no more writes until the database is reopened: what is on disk is unknown (rule 6)."""
+        """Take no more writes until the database is reopened: what is on disk is unknown."""
         if self.failure is None:
             hint = "fix the cause, then reopen the database"
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)

@@ -1,23 +1,10 @@
 """Makes the files of a WAL: new ones, zero-filled, and those of segments that nobody needs any more, with a new header.
 
-Terms
-  doomed   a segment of this database that is truncated and at zero references: its file waits for the delete job
-  spare    a file prepared ahead, in the background, so that no commit waits for its zeros
-  trimmed  cut to the bytes that are in use, so that nothing keeps the zeros that were never written over
-
-Rules
-  1. All or nothing: a transaction that needs several segments gets all of them, with their rows, before its first frame is
-     written. A full disk is `DiskFull`, leaves nothing behind and hurts nobody (M12).
-  2. A file is recycled instead of made where there is one: the spare, or a doomed segment's. The delete job finds the latter's
-     name gone, which is a success for it; a reader that is still at it meets a salt that is not its own and looks again (P8).
-     Only a file that was filled is recycled: one that was trimmed would need its zeros again, which is what making one costs.
-     While versions are lent (`manifest/leases.py`) the files of what they may need are left alone.
-  3. Ids are never used twice: not even when it is unknown whether the batch with the rows was committed. Rows of such segments
-     are discarded as soon as they are seen: left open they would hold every checkpoint back.
-  4. A file without a row has been made by this process and its batch was refused, or it is the spare, which has the name of
-     segment 0 that no row ever has: only these are removed here. What else has no row is recovery's to judge (recovery.py).
-  5. Sizes follow what is used: twice as large after a segment that was filled, no larger than was used after one that was not.
-     A database that trickles stays at the smallest size, one that was busy once goes back to it.
+A transaction that needs several segments gets all of them, with their rows, before its first frame is written. A full disk is
+`DiskFull`, leaves nothing behind and hurts nobody (M12). A file is recycled instead of made where there is one: the *spare*,
+prepared ahead in the background so that no commit waits for its zeros, or that of a *doomed* segment, which is truncated, at
+zero references and waits for the delete job. Sizes follow what is used: twice as large after a segment that was filled, no
+larger than was used after one that was not (docs/decisions/023-space-of-segments.md).
 
 What is there after each step, and what a crash behind it leads to:
   file, header, name synced   a file without a row and without a frame: removed at the next open
@@ -51,7 +38,7 @@ from quire.pages.segment import ENTRY_BYTES, FILE_BYTES_MAX, FRAME_HEAD_BYTES, H
 from quire.pages.segment_file import SegmentFile
 
 SPARE = 0
-"""The segment whose name the spare has (rule 4)."""
+"""The segment whose name the spare has."""
 
 
 class SegmentMaker:
@@ -78,7 +65,7 @@ class SegmentMaker:
         # guarded by the WAL's append lock
         self._next_id = next_segment_id
         self._file_bytes = 0
-        """What the next segment is larger than (rule 5)."""
+        """What the next segment is larger than."""
         self._doubtful: list[int] = []
         self.recycled = 0
         """Files that were used again, since the database was opened."""
@@ -97,7 +84,7 @@ class SegmentMaker:
 
     # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
     def make(self, frames: int, first_lsn: int) -> list[SegmentFile]:
-        """Segments for so many frames, the first of which gets `first_lsn`; durable, and in the catalog (rule 1)."""
+        """Segments for so many frames, the first of which gets `first_lsn`; durable, and in the catalog."""
         made: list[SegmentFile] = []
         file_bytes, first = self._file_bytes, self._next_id
         per_frame = self._page_size + FRAME_HEAD_BYTES + ENTRY_BYTES
@@ -125,7 +112,7 @@ class SegmentMaker:
             raise
         except BaseException:
             for file in made:
-                file.close()  # whether there are rows is unknown (rule 3): the files must stay
+                file.close()  # whether there are rows is unknown: the files must stay
             raise
         hit("pages.wal.opened")
         self._doubtful = []
@@ -133,7 +120,7 @@ class SegmentMaker:
         return made
 
     def ended(self, segment: SegmentFile) -> None:
-        """A segment takes no more frames, full or not: the next one's size follows (rule 5)."""
+        """A segment takes no more frames, full or not: the next one's size follows."""
         if segment.room:
             self._file_bytes = segment.header.geometry.frame_offset(segment.used) - 1
 
@@ -149,7 +136,7 @@ class SegmentMaker:
         )
 
     def _discards(self) -> list[Op]:
-        """Operations that discard segments of a batch of which it was unknown whether it was committed (rule 3)."""
+        """Operations that discard segments of a batch of which it was unknown whether it was committed."""
         if not self._doubtful:
             return []
         with self._manifest.read() as txn:
@@ -173,7 +160,7 @@ class SegmentMaker:
             self._disk.remove(path)
 
     def _one(self, segment_id: int, first_lsn: int, file_bytes: int) -> SegmentFile:
-        """One segment: from the spare, from a doomed one's file, or new (rule 2)."""
+        """One segment: from the spare, from a doomed one's file, or new."""
         with self._preparing:  # or a spare being prepared would take the name from the one that is being recycled
             if self._has_spare and file_bytes == FILE_BYTES_MAX:
                 self._has_spare = False
@@ -211,7 +198,7 @@ class SegmentMaker:
                 created_at_ms=self._clock.now_ms(),
             )
         except AlreadyExists:
-            raise  # not ours to remove (rule 4)
+            raise  # not ours to remove
         except (FileNotFoundError, QuireError) as error:
             emit("debug", "wal.not_recycled", path=former, error=str(error))
             self._remove(path)  # under either name it is garbage: of no use any more, and without a row of its own
@@ -225,13 +212,14 @@ class SegmentMaker:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
                     continue
-                # Rule 2: `used_bytes` is below `file_bytes` where the file was trimmed, or never sealed.
+                # Only a file that was filled: `used_bytes` is below `file_bytes` where it was trimmed, or never sealed, and it
+                # would need its zeros again.
                 if not file_bytes // 2 < row.file_bytes <= min(file_bytes, row.used_bytes):
                     continue
                 count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
                 if count is None or count.in_use or count.pending_upload:
                     continue
-                if kept is not None and count.zero_since_ms >= kept[0]:
+                if kept is not None and count.zero_since_ms >= kept[0]:  # a lent version may need it
                     continue
                 path = self.path(segment_id)
                 if self._disk.exists(path):
