@@ -106,8 +106,8 @@ def _native() -> Callable[[Bytes, int], int]:
 
     # awscrt's function is a Python function around this one: ours stands in its place, at the same price.
     inner = getattr(checksums, "_awscrt", None)
-    found: Callable[[Bytes, int], int] = getattr(inner, "checksums_crc64nvme", checksums.crc64nvme)
-    return found
+    native: Callable[[Bytes, int], int] = getattr(inner, "checksums_crc64nvme", checksums.crc64nvme)
+    return native
 
 
 @cache
@@ -137,8 +137,8 @@ def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np
     if seeds.shape != (count,) or rows.dtype != np.uint8:
         raise TypeError(f"one seed for each row of bytes, not {seeds.shape} for {rows.shape} of {rows.dtype}")
     if count < ROWS_BY_ONE:
-        each = zip(np.ascontiguousarray(rows), seeds.tolist(), strict=True)
-        return np.array([crc64(row.data, seed) for row, seed in each], np.uint64)
+        pairs = zip(np.ascontiguousarray(rows), seeds.tolist(), strict=True)
+        return np.array([crc64(row.data, seed) for row, seed in pairs], np.uint64)
     tables = _crc64_tables()
     result = ~seeds.astype("<u8")
     places = np.empty((8, ROWS_PER_BLOCK), np.intp)

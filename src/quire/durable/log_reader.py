@@ -148,8 +148,8 @@ def find_frames(data: Bytes, header: LogHeader, start: int = HEADER_BYTES) -> It
     raw = data if isinstance(data, bytes) else bytes(data)
     tag = header.tag.to_bytes(4, "little")
     position = max(start, header.size)
-    while (found := raw.find(tag, position + TAG_OFFSET)) >= 0:
-        position = found - TAG_OFFSET
+    while (tag_at := raw.find(tag, position + TAG_OFFSET)) >= 0:
+        position = tag_at - TAG_OFFSET
         frame = _frame_at(raw, view, position)
         if frame is not None:
             yield frame

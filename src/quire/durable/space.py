@@ -76,8 +76,8 @@ def measure(root: str) -> Space:
 def measure_database(root: str, db_id: int) -> int:
     """What one database takes: its directories and its objects, as far as they are in the store's directory."""
     places = [f"pages/{db_id:08x}", f"lsm/{db_id:08x}", f"streams/{db_id}", "objects"]
-    found = (given_below(os.path.join(root, place)) for place in places)
-    return sum(size for part in found for path, size in part if owner_of(os.path.relpath(path, root)) == db_id)
+    listings = (given_below(os.path.join(root, place)) for place in places)
+    return sum(size for part in listings for path, size in part if owner_of(os.path.relpath(path, root)) == db_id)
 
 
 _OF_DATABASE = re.compile(r"(?:pages|lsm)/([0-9a-f]{8})(?:/.*)?")

@@ -90,7 +90,7 @@ _NO_DESCRIPTOR = os.strerror(errno.EMFILE)
 
 def translate(error: Exception, *, doing: str, store: str, key: str | None) -> QuireError | Transient | NameIsTaken:
     """What a foreign error means for us. Total: everything has an answer."""
-    answer = next((MEANINGS[each] for each in type(error).__mro__ if each in MEANINGS), ErrorMeaning.UNEXPECTED)
+    answer = next((MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS), ErrorMeaning.UNEXPECTED)
     full = str(error)
     text = readable(full)
     where: dict[str, Any] = {"store": store} if key is None else {"store": store, "key": key}
@@ -135,7 +135,7 @@ def readable(text: str) -> str:
 def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
     """What is wrong with the configuration, and which setting says so; obstore's own words are no help to anybody."""
     if _NOT_FORMED in text:
-        address = found[0] if (found := _ADDRESS.search(text)) else ""
+        address = match[0] if (match := _ADDRESS.search(text)) else ""
         if address.startswith("http:"):
             return InvalidConfig(
                 f"the endpoint {address} is plain HTTP, which is not allowed",
@@ -151,9 +151,9 @@ def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
         return InvalidConfig(
             f"the bucket does not exist: {text}", hint="make it, or correct `object_store` in quire.toml", **where
         )
-    if found := _STATUS.search(text):
+    if match := _STATUS.search(text):
         return InvalidConfig(
-            f"the object store answered with a redirection ({found[1]}): the bucket is in another region or elsewhere",
+            f"the object store answered with a redirection ({match[1]}): the bucket is in another region or elsewhere",
             hint="set `region` or `endpoint` in [objects] of quire.toml",
             **where,
         )
@@ -169,12 +169,12 @@ def _look_closer(text: str, otherwise: ErrorMeaning) -> ErrorMeaning:
         return ErrorMeaning.TRANSIENT
     if otherwise is ErrorMeaning.NOT_FOUND:
         return otherwise
-    found = _STATUS.search(text)
+    status_text = _STATUS.search(text)
     if any(sign in text for sign in _NO_CREDENTIALS):
         return ErrorMeaning.DENIED
-    if found is None:
+    if status_text is None:
         return ErrorMeaning.BAD_CONFIG if _NOT_FORMED in text else ErrorMeaning.TRANSIENT
-    status = int(found[1])
+    status = int(status_text[1])
     if status >= 500 or status in _RETRYABLE_STATUSES or any(code in text for code in _RETRYABLE_CODES):
         return ErrorMeaning.TRANSIENT
     if status in (401, 403):
@@ -187,5 +187,5 @@ def _look_closer(text: str, otherwise: ErrorMeaning) -> ErrorMeaning:
 def is_past_the_end(error: Exception) -> bool:
     """Whether a ranged read failed because the object is shorter than the range's beginning."""
     text = str(error)
-    found = _STATUS.search(text)
-    return _BAD_RANGE in text or (found is not None and found[1] == "416")
+    status_text = _STATUS.search(text)
+    return _BAD_RANGE in text or (status_text is not None and status_text[1] == "416")

@@ -162,9 +162,9 @@ def _resolved(value: str, setting: str) -> str:
     if not value.startswith(FROM_ENVIRONMENT):
         return value
     variable = value.removeprefix(FROM_ENVIRONMENT)
-    if (found := os.environ.get(variable)) is None:
+    if (resolved := os.environ.get(variable)) is None:
         raise InvalidConfig(
             f"{setting} in quire.toml is the variable {variable}, which is not set",
             hint=f"set {variable} in the environment of this process, or change the setting",
         )
-    return found
+    return resolved

@@ -426,10 +426,11 @@ def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root:
     return f"{newest[0]:08x}.{newest[1]:08x} ({_told(newest[2])})"
 
 
-def behind(root: str, epoch: int, known: OwnerFile | None, successor: str, told: str) -> StoreFenced:
+def behind(root: str, epoch: int, known: OwnerFile | None, successor: str, successor_text: str) -> StoreFenced:
     """The error for a directory that is not the newest owner of its bucket."""
     session = known.session if known is not None else 0
-    what = f"another owner has claimed the store's objects ({told}); this directory is a copy, an old backup, or was copied"
+    which = "this directory is a copy, an old backup, or was copied"
+    what = f"another owner has claimed the store's objects ({successor_text}); {which}"
     return StoreFenced(what, hint=TAKE_OVER, path=root, epoch=epoch, session=session, successor=successor)
 
 

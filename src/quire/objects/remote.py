@@ -160,7 +160,7 @@ class RemoteStore:
         def attempt() -> list[bytes]:
             try:
                 # Merged by us, not by obstore: its own coalescing panics when a range begins past the end.
-                found = obstore.get_ranges(
+                parts = obstore.get_ranges(
                     self._backend,
                     self._prefix + key,
                     starts=[span.offset for span in spans],
@@ -171,14 +171,14 @@ class RemoteStore:
                 if is_past_the_end(error):
                     raise past_the_end(key, spans[-1].offset, spans[-1].length, None) from error
                 raise
-            return [bytes(each) for each in found]
+            return [bytes(part) for part in parts]
 
         bodies = self._call(attempt, doing="reading ranges", key=key)
         if any(len(body) != span.length for body, span in zip(bodies, spans)):
             # The bulk call does not say how long the object is, so a cut body and a range past the end look alike.
             # The single call tells them apart, and retries the former.
             bodies = [self.get_range(key, span.offset, span.length) for span in spans]
-        return [_cut(each, spans, bodies) for each in ranges]
+        return [_cut(wanted, spans, bodies) for wanted in ranges]
 
     def get_verified(
         self, key: str, *, size_bytes: int, sha256: bytes | None = None, crc64: int | None = None

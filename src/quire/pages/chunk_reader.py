@@ -224,12 +224,14 @@ def adopts(wanted: ChunkIdentity) -> Identity:
     """For `ObjectStore.put(…, identity=…)`: true for the same artifact made by the same plan."""
 
     def is_wanted(existing: ExistingObject) -> bool:
-        found = identity_of(existing)
-        if (found.key, found.plan_digest) != (wanted.key, wanted.plan_digest):
+        existing_identity = identity_of(existing)
+        if (existing_identity.key, existing_identity.plan_digest) != (wanted.key, wanted.plan_digest):
             return False
-        if found != wanted:
+        if existing_identity != wanted:
             # One plan has one outcome; with the digest equal, something else is broken, and neither object is to be trusted.
-            raise damaged("one plan made two different chunks", existing.info.key, found=found, expected=wanted)
+            raise damaged(
+                "one plan made two different chunks", existing.info.key, found=existing_identity, expected=wanted
+            )
         return True
 
     return is_wanted

@@ -181,13 +181,13 @@ class _Pass:
     def _promises(self) -> Iterator[ChunkProblem]:
         """The chunk is the artifact that its row names, with that size, hash and bitmap (C5, C6)."""
         expected, footer = self.expected, self.footer
-        found: list[tuple[str, str, object, object]] = [
+        comparisons: list[tuple[str, str, object, object]] = [
             ("C6", "size_bytes", expected.size_bytes, self.size_bytes),
             ("C6", "sha256", expected.sha256, self.sha256.digest()),
         ]
         if footer is not None:
             identity = footer.identity
-            found += [
+            comparisons += [
                 ("C5", "key", expected.key, identity.key),
                 ("C5", "plan_digest", expected.plan_digest, identity.plan_digest),
                 ("C5", "covered_lsn", expected.covered_lsn, identity.covered_lsn),
@@ -195,7 +195,7 @@ class _Pass:
                 ("C6", "page_count", expected.page_count, footer.page_count),
                 ("C6", "bitmap_hash", expected.bitmap_hash, crc64(footer.bitmap)),
             ]
-        for rule, what, promised, actual in found:
+        for rule, what, promised, actual in comparisons:
             if promised is not None and promised != actual:
                 where = {"object": self.name, "expected": _plain(promised), "found": _plain(actual)}
                 yield ChunkProblem(rule, f"the object's {what} is not the one of its row", where)

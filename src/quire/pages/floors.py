@@ -79,21 +79,21 @@ class Floors:
         """Readers of other processes, as rows and as files."""
         known, now = self._in_memory(db_id), self._clock.monotonic()
         kept = self.kept(db_id)
-        found = []
+        leases = []
         for held in self._files.of(db_id):
             lease = Lease(0, held.lsn, held.opened_ms, now, None, 0.0, held.shown_tags)
             lease.pid, lease.host, lease.set_aside = held.pid, held.host, is_kept(held.lsn, kept)
-            found.append(lease)
+            leases.append(lease)
         with self._manifest.read() as txn:
             rows = [(reader_id, row) for (_, reader_id), row in reader_rows(txn, db_id) if reader_id not in known]
         for reader_id, row in rows:
             if row is None:  # damaged: doubt keeps every version
-                found.append(Lease(reader_id, 0, 0, now, None, 0.0, {"damaged": "quire manifest check"}))
+                leases.append(Lease(reader_id, 0, 0, now, None, 0.0, {"damaged": "quire manifest check"}))
             elif not is_view(row) and self.believes(row):
                 lease = Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags)
                 lease.set_aside = is_kept(row.snapshot_lsn, kept)
-                found.append(lease)
-        return sorted(found, key=lambda lease: lease.lsn)
+                leases.append(lease)
+        return sorted(leases, key=lambda lease: lease.lsn)
 
     def kept(self, db_id: int) -> list[tuple[int, int]]:
         """(lowest, highest) version of what snapshots keep for readers that were set aside."""

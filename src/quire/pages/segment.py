@@ -341,10 +341,10 @@ def check_frame(header: SegmentHeader, frame_no: int, data: Bytes) -> FrameHead 
         return None
     view = memoryview(data)
     head = FrameHead._make(FRAME.unpack_from(data))
-    found = crc64(view[:FRAME_CHECKED_BYTES], header.crc64 ^ frame_no)
+    checksum = crc64(view[:FRAME_CHECKED_BYTES], header.crc64 ^ frame_no)
     if not head.flags & ZERO:
-        found = crc64(view[FRAME_HEAD_BYTES:], found)
-    return head if found == head.crc64 and head.lsn == header.first_lsn + frame_no else None
+        checksum = crc64(view[FRAME_HEAD_BYTES:], checksum)
+    return head if checksum == head.crc64 and head.lsn == header.first_lsn + frame_no else None
 
 
 def _check_page_size(size: int) -> None:

@@ -346,7 +346,7 @@ class SegmentFile:
         """The head of a frame whose bytes were read, if it is this segment's frame of this number and page."""
         head = check_frame(self.header, frame_no, data)
         if head is None or (page is not None and head.page != page):
-            found = {} if head is None else {"found_page": head.page}
+            shown = {} if head is None else {"found_page": head.page}
             raise ChecksumMismatch(
                 "a frame of the WAL is not what was written there",
                 hint=HINT,
@@ -356,7 +356,7 @@ class SegmentFile:
                 frame=frame_no,
                 offset=self.header.geometry.frame_offset(frame_no),
                 page=page,
-                **found,
+                **shown,
             )
         return head
 

@@ -212,8 +212,8 @@ def parse_entries(index: Bytes) -> Entries:
 def valid_entries(header: SegmentHeader, entries: Entries) -> NDArray[np.bool_]:
     """Which entries, the first being frame 0's, are this segment's, in their place."""
     numbers = np.arange(len(entries), dtype=np.uint64)
-    found = crc64_rows(_bytes_of(entries)[:, :ENTRY_CHECKED_BYTES], np.uint64(header.crc64) ^ numbers)
-    valid: NDArray[np.bool_] = found == entries["entry_crc64"]
+    checksums = crc64_rows(_bytes_of(entries)[:, :ENTRY_CHECKED_BYTES], np.uint64(header.crc64) ^ numbers)
+    valid: NDArray[np.bool_] = checksums == entries["entry_crc64"]
     valid &= entries["lsn"] == numbers + np.uint64(header.first_lsn)
     return valid
 
@@ -313,8 +313,8 @@ class _Frames:
         self._shown[first : first + count] |= shown
         places = np.flatnonzero(shown)
         self._pages[first + places] = heads["page"][places]
-        found = self._checksums(data, heads[places], places, numbers[places])
-        places = places[heads["crc64"][places] == found]
+        checksums = self._checksums(data, heads[places], places, numbers[places])
+        places = places[heads["crc64"][places] == checksums]
         heads, numbers = heads[places], numbers[places]
         commits = heads["db_size"] != 0
         self.commit_ms[numbers[commits]] = heads["commit_ms"][commits]
@@ -325,13 +325,13 @@ class _Frames:
         self, data: Bytes, heads: NDArray[np.void], places: NDArray[np.intp], numbers: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
         stride, view = self._header.geometry.stride, memoryview(data)
-        found = crc64_rows(_bytes_of(heads)[:, :FRAME_CHECKED_BYTES], np.uint64(self._header.crc64) ^ numbers)
+        checksums = crc64_rows(_bytes_of(heads)[:, :FRAME_CHECKED_BYTES], np.uint64(self._header.crc64) ^ numbers)
         bodies = np.flatnonzero((heads["flags"] & np.uint32(ZERO)) == 0)
         starts = (places[bodies] * stride + FRAME_HEAD_BYTES).tolist()
         size = stride - FRAME_HEAD_BYTES
-        running = zip(starts, found[bodies].tolist(), strict=True)
-        found[bodies] = np.fromiter((crc64(view[start : start + size], seed) for start, seed in running), np.uint64)
-        return found
+        running = zip(starts, checksums[bodies].tolist(), strict=True)
+        checksums[bodies] = np.fromiter((crc64(view[start : start + size], seed) for start, seed in running), np.uint64)
+        return checksums
 
 
 def _bytes_of(array: NDArray[np.void]) -> NDArray[np.uint8]:
@@ -412,9 +412,9 @@ def _damage(read: ReadAt, header: SegmentHeader, frames: int, path: str) -> str:
     if len(index) < frames * ENTRY_BYTES:
         return "the file ends within its index"
     region = parse_entries(index)
-    found = scan_segment(header, index, read_frames, path=path, proven_lsn=header.lsn(frames - 1), limit=frames)
-    made = b"".join((found.entries.tobytes(), found.unfinished.tobytes()))
-    if made != region.tobytes():
-        place = next(at for at in range(frames) if made[at * ENTRY_BYTES :][:ENTRY_BYTES] != region[at].tobytes())
+    scanned = scan_segment(header, index, read_frames, path=path, proven_lsn=header.lsn(frames - 1), limit=frames)
+    expected = b"".join((scanned.entries.tobytes(), scanned.unfinished.tobytes()))
+    if expected != region.tobytes():
+        place = next(at for at in range(frames) if expected[at * ENTRY_BYTES :][:ENTRY_BYTES] != region[at].tobytes())
         return f"the index entry of frame {place} is not that of the frame"
     return ""

@@ -85,39 +85,39 @@ class SegmentMaker:
     # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
     def make(self, frames: int, first_lsn: int) -> list[SegmentFile]:
         """Segments for so many frames, the first of which gets `first_lsn`; durable, and in the catalog."""
-        made: list[SegmentFile] = []
+        segments: list[SegmentFile] = []
         file_bytes, first = self._file_bytes, self._next_id
         per_frame = self._page_size + FRAME_HEAD_BYTES + ENTRY_BYTES
         try:
             while frames > 0:
                 file_bytes = next_file_bytes(file_bytes, frames * per_frame + HEADER_BYTES)
-                segment = self._one(first + len(made), first_lsn, file_bytes)
-                made.append(segment)
+                segment = self._one(first + len(segments), first_lsn, file_bytes)
+                segments.append(segment)
                 frames -= segment.room
                 first_lsn += segment.room
             hit("pages.wal.made")
-            ops = [*self._discards(), *map(self._row, made)]
-            self._next_id = first + len(made)
+            ops = [*self._discards(), *map(self._row, segments)]
+            self._next_id = first + len(segments)
             self._doubtful += range(first, self._next_id)
             guard = self._manifest.submit(ops)
         except BaseException:
             # The next attempt goes past these ids: should a file be left that could not be removed, it is in nobody's way.
-            self._next_id = first + len(made) + 1
-            self._give_up(made)
+            self._next_id = first + len(segments) + 1
+            self._give_up(segments)
             raise
         try:
             guard.result()
         except (Conflict, InvalidInput, NotFound, DiskFull):
-            self._give_up(made)  # refused: there is no row, and never will be
+            self._give_up(segments)  # refused: there is no row, and never will be
             raise
         except BaseException:
-            for file in made:
+            for file in segments:
                 file.close()  # whether there are rows is unknown: the files must stay
             raise
         hit("pages.wal.opened")
         self._doubtful = []
         self._file_bytes = file_bytes
-        return made
+        return segments
 
     def ended(self, segment: SegmentFile) -> None:
         """A segment takes no more frames, full or not: the next one's size follows."""
@@ -149,8 +149,8 @@ class SegmentMaker:
             *self._manifest.jobs.deletions([self._db_id]),
         ]
 
-    def _give_up(self, made: list[SegmentFile]) -> None:
-        for file in made:
+    def _give_up(self, segments: list[SegmentFile]) -> None:
+        for file in segments:
             file.close()
             self._remove(file.path)
 

@@ -333,18 +333,18 @@ def _from_kept(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name
         unfinished = unfinished_name(new_name)
         if (left := _named(manifest, unfinished)) is not None:
             manifest.drop_db(left).result()
-        made = engine.fork(db_id, unfinished, at=snapshot_id)
+        fork_id = engine.fork(db_id, unfinished, at=snapshot_id)
         try:
-            _set_back(engine, made, version, whole)
-            manifest.rename_db(made, new_name).result()
+            _set_back(engine, fork_id, version, whole)
+            manifest.rename_db(fork_id, new_name).result()
         except BaseException:
-            manifest.drop_db(made).result()
+            manifest.drop_db(fork_id).result()
             raise
-    return made
+    return fork_id
 
 
-def _set_back(engine: PageEngine, made: int, version: ViewReader, whole: ViewReader) -> None:
-    with engine.open(made).begin() as txn:
+def _set_back(engine: PageEngine, fork_id: int, version: ViewReader, whole: ViewReader) -> None:
+    with engine.open(fork_id).begin() as txn:
         if version.size_pages < whole.size_pages:
             txn.truncate(version.size_pages)
         pages = list(_changed_since(engine, version, whole))
@@ -358,7 +358,7 @@ def _changed_since(engine: PageEngine, version: ViewReader, whole: ViewReader) -
     """The pages of a version that its snapshot has otherwise: written after it, or cut off."""
     newest = FrameMap.of(Regions(engine.sources), whole.view.pins, whole.lsn)
     for page in newest:
-        found = newest.find(page)
-        if found is not None and found[0] > version.lsn and page < min(version.size_pages, whole.size_pages):
+        location = newest.find(page)
+        if location is not None and location[0] > version.lsn and page < min(version.size_pages, whole.size_pages):
             yield page
     yield from range(whole.size_pages, version.size_pages)

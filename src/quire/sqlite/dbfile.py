@@ -138,10 +138,10 @@ class DbFile:
 
     def signature(self) -> Signature:
         """See `Signature`."""
-        found = os.stat(self.path)
+        status = os.stat(self.path)
         counter = self.read_at(4, 24)
         number = _U32.unpack(counter)[0] if len(counter) == 4 else 0
-        return Signature(found.st_ino, found.st_size, found.st_mtime_ns, number)
+        return Signature(status.st_ino, status.st_size, status.st_mtime_ns, number)
 
     def close(self) -> None:
         """Let go of it; SQLite does so when no lock in this process needs it any more."""
@@ -240,11 +240,11 @@ class Source:
         self.wal_header = self._parse_wal_header()
 
     def _parse_wal_header(self) -> WalHeader | None:
-        found = parse_header(self.wal_raw)
-        if isinstance(found, WalHeader):
-            return found
+        header = parse_header(self.wal_raw)
+        if isinstance(header, WalHeader):
+            return header
         if self.wal_raw:
-            self.note = f"the -wal file was not used: {found}"
+            self.note = f"the -wal file was not used: {header}"
         return None
 
     @cached_property
@@ -253,16 +253,16 @@ class Source:
         if self.settled or self.wal is None or self.wal_header is None:
             return None
         upto = self.committed if self.lock is not None else None
-        found = newest_pages(self.wal.read_at, self.wal_header, upto)
-        if upto is not None and found.end.frame != upto:
+        wal_map = newest_pages(self.wal.read_at, self.wal_header, upto)
+        if upto is not None and wal_map.end.frame != upto:
             raise Corruption(
                 "the write-ahead log has a frame that is not good",
                 hint="make a copy of the database with `sqlite3 FILE '.backup COPY'` and import that",
                 path=self.wal.path,
-                frame=found.end.frame + 1,
+                frame=wal_map.end.frame + 1,
                 committed=upto,
             )
-        if not found.size_pages:
+        if not wal_map.size_pages:
             if self.wal.size() > HEADER_BYTES:
                 self.note = "the -wal file was not used: it holds no committed transaction with its own salts"
             return None
@@ -274,8 +274,8 @@ class Source:
                 page_size=self.page_size,
                 wal_page_size=self.wal_header.page_size,
             )
-        self.check_size(found.size_pages)
-        return found
+        self.check_size(wal_map.size_pages)
+        return wal_map
 
     def check_size(self, size_pages: int) -> None:
         """Refuse a size that no transaction of the log can have made. A page that is in neither file nor log is free, and a
@@ -369,12 +369,12 @@ def _locked(file: DbFile, header: DbHeader) -> ReadLock:
         raise
 
 
-def _cut_off(path: str, found: int, expected: int) -> Corruption:
+def _cut_off(path: str, size: int, expected: int) -> Corruption:
     return Corruption(
         "the file is cut off: it is shorter than its header says",
         hint="take a whole copy; `sqlite3 FILE .recover` saves what is left of this one",
         path=path,
-        bytes=found,
+        bytes=size,
         expected=expected,
     )
 

@@ -163,12 +163,12 @@ def _integrity(temporary: str, path: str) -> None:
     uri = "file:" + "".join(f"%{byte:02x}" for byte in os.fsencode(temporary)) + "?immutable=1"
     connection = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
     try:
-        found = [row[0] for row in connection.execute("PRAGMA integrity_check(20)")]
+        findings = [row[0] for row in connection.execute("PRAGMA integrity_check(20)")]
     except apsw.Error as error:
-        found = [str(error)]
+        findings = [str(error)]
     finally:
         connection.close()
-    if found != ["ok"]:
+    if findings != ["ok"]:
         raise Corruption(
-            "SQLite finds the exported database damaged", hint="export an earlier version", path=path, found=found
+            "SQLite finds the exported database damaged", hint="export an earlier version", path=path, found=findings
         )

@@ -88,8 +88,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def header(self) -> WalHeader | None:
         """The log's header, if it was one."""
-        found = parse_header(bytes.fromhex(self.wal_header))
-        return found if isinstance(found, WalHeader) else None
+        header = parse_header(bytes.fromhex(self.wal_header))
+        return header if isinstance(header, WalHeader) else None
 
     @property
     def place(self) -> VerifiedFrame | None:
@@ -127,9 +127,9 @@ def _end_of(source: Source) -> VerifiedFrame | None:
         return source.map.end
     if source.wal is None or source.wal_header is None or source.committed <= 0:
         return None
-    found = frame_at(source.wal.read_at, source.wal_header, source.committed)
+    frame = frame_at(source.wal.read_at, source.wal_header, source.committed)
     # The log may be begun anew at any time now; then its frames are others than its header, as we read it, says.
-    return found[1] if found is not None and found[0] == source.wal_header.salts else None
+    return frame[1] if frame is not None and frame[0] == source.wal_header.salts else None
 
 
 def frame_at(read_at: ReadAt, header: WalHeader, frame: int) -> tuple[bytes, VerifiedFrame] | None:
@@ -153,14 +153,14 @@ def load(disk: Disk, root: str, db_id: int) -> Position | None:
     """The position of a database; `None` if there is none, or none that can be understood."""
     path = os.path.join(root, FollowFile(db_id=db_id).path)
     try:
-        found = msgspec.json.decode(read_all(disk, path), type=Position)
-        found.header  # noqa: B018 - it must be hex
+        position = msgspec.json.decode(read_all(disk, path), type=Position)
+        position.header  # noqa: B018 - it must be hex
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         emit("warning", "sqlite.follow.position_unreadable", path=path, error=str(error))
         return None
-    return found if found.format == FORMAT else None
+    return position if position.format == FORMAT else None
 
 
 def save(disk: Disk, root: str, db_id: int, position: Position) -> None:
@@ -313,14 +313,14 @@ class Follower:
             if end.frame == source.committed:
                 return end
         elif (suspects := self._suspects(source)) is not None:
-            found = bring_some(target, source, suspects)
+            brought = bring_some(target, source, suspects)
             self.done.patches += 1
-            self.done.pages += found.changed_pages
+            self.done.pages += brought.changed_pages
             return None
-        found = bring(target, source, self._progress)
+        brought = bring(target, source, self._progress)
         self.done.compares += 1
-        self.done.pages += found.changed_pages
-        emit("info", "sqlite.follow.compared", path=self.path, **asdict(found))
+        self.done.pages += brought.changed_pages
+        emit("info", "sqlite.follow.compared", path=self.path, **asdict(brought))
         return None
 
     def _start_of(self, source: Source) -> VerifiedFrame | None:
@@ -418,5 +418,5 @@ def _pause(stop: threading.Event, seconds: float) -> None:
 
 def _follows(header: WalHeader, former: WalHeader) -> bool:
     """Whether a log was begun anew just once: SQLite then adds one to the first salt and draws the second."""
-    salt, before = (int.from_bytes(each.salts[:4]) for each in (header, former))
+    salt, before = (int.from_bytes(log.salts[:4]) for log in (header, former))
     return salt == (before + 1) % (1 << 32) and header.page_size == former.page_size

@@ -101,11 +101,11 @@ class FileFollowers:
 
     def stop(self, name: str) -> FollowedFile:
         """Follow a database's file no more; what was followed. The database stays as it is."""
-        found = self.file(name)
-        self._manifest.submit([FollowSqliteFile(found.db_id)]).result()
+        followed = self.file(name)
+        self._manifest.submit([FollowSqliteFile(followed.db_id)]).result()
         with self._lock:
-            self._end(found.db_id)
-        return msgspec.structs.replace(found, running=False)
+            self._end(followed.db_id)
+        return msgspec.structs.replace(followed, running=False)
 
     def resume(self) -> list[FollowedFile]:
         """Go on with every file that is kept; what a server does when it begins."""

@@ -124,15 +124,15 @@ def _commit(txn: WriteTxn, size_pages: int) -> PageGuard:
 def verify(target: PageStore, brought: Brought, progress: Progress = quiet) -> None:
     """Read the version back and compare."""
     with target.open_snapshot(at=brought.lsn) as reader:
-        found = hash_of(reader, progress) if reader.size_pages == brought.size_pages else f"{reader.size_pages} pages"
-    if found != brought.sha256:
+        digest = hash_of(reader, progress) if reader.size_pages == brought.size_pages else f"{reader.size_pages} pages"
+    if digest != brought.sha256:
         raise Corruption(
             "what was written reads back differently",
             hint="import again, under another name; `quire manifest check` looks for damage",
             db_id=target.db_id,
             lsn=brought.lsn,
             expected=brought.sha256,
-            found=found,
+            found=digest,
         )
 
 

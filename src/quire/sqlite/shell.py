@@ -60,8 +60,8 @@ def run_shell(connection: apsw.Connection, title: str, statements: Sequence[str]
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         shell.command_colour(["off"])
     if statements:
-        for each in statements:
-            _run(shell, each)
+        for statement in statements:
+            _run(shell, statement)
         return 0
     try:
         shell.cmdloop(f'{title}, SQLite {apsw.sqlite_lib_version()}\nEnter ".help" for instructions\n')

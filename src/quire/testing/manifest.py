@@ -58,8 +58,8 @@ def problems(manifest: ManifestStore, *, leaks: bool = False) -> list[Problem]:
 
 def assert_clean(manifest: ManifestStore, *, leaks: bool = False) -> None:
     """The manifest breaks none of its rules; with `leaks=True` artifacts that nobody refers to are fine."""
-    found = problems(manifest, leaks=leaks)
-    assert not found, "; ".join(map(str, found))
+    broken = problems(manifest, leaks=leaks)
+    assert not broken, "; ".join(map(str, broken))
 
 
 def replay(manifest: ManifestStore, path: str) -> ManifestEnv:

@@ -159,10 +159,10 @@ def simulate(
 
 def _judge(seed: int, number: int, ending: Ending) -> None:
     if ending.findings:
-        told = "\n".join(f"  {step}" for step in ending.steps[-40:])
-        found = "\n".join(f"  {finding}" for finding in ending.findings)
+        steps = "\n".join(f"  {step}" for step in ending.steps[-40:])
+        findings = "\n".join(f"  {finding}" for finding in ending.findings)
         raise SimulationFailed(
-            f"seed {seed}, life {number}\nsteps:\n{told}\nfindings:\n{found}\n"
+            f"seed {seed}, life {number}\nsteps:\n{steps}\nfindings:\n{findings}\n"
             f"again: python -m quire.testing.simulation --seed {seed}"
         )
 

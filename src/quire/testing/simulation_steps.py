@@ -369,11 +369,11 @@ class Steps:
 
 def leftovers(root: str) -> list[str]:
     """Files of databases and objects below a simulated machine's root."""
-    found = []
+    paths: list[str] = []
     for part in ("store/pages", "store/streams", "store/lsm", "store/objects", "store/scratch", "bucket"):
         for folder, _, files in os.walk(os.path.join(root, part)):
-            found += [os.path.relpath(os.path.join(folder, file), root) for file in files]
-    return [path for path in sorted(found) if "/owner/" not in path]
+            paths += [os.path.relpath(os.path.join(folder, file), root) for file in files]
+    return [path for path in sorted(paths) if "/owner/" not in path]
 
 
 def _is_full(error: BaseException | None) -> bool:
