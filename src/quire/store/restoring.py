@@ -35,8 +35,7 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.objects.open import open_store
-from quire.objects.owner_record import OwnerFile, write_file
-from quire.objects.ownership import newest_owner
+from quire.objects.ownership import OwnerFile, newest_owner, write_file
 from quire.store import layout, object_location, opening
 
 if TYPE_CHECKING:
