@@ -32,7 +32,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -54,7 +53,7 @@ from quire.archive.format import (
     file_key,
     log_key,
 )
-from quire.archive.queue import Entry, EventQueue, PendingArtifact, Slot
+from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, Slot
 from quire.archive.recorder import SPOOL, Recorder, sha256_of
 from quire.archive.remote_files import number_of, remote_at
 from quire.archive.replay import parent_of_epoch
@@ -75,24 +74,6 @@ BASE_PAUSE_SECONDS = 60.0
 """At most one base begins in this time, however fast the log grows."""
 FIRST_LOG_BYTES = 64 * 1024 * 1024
 """A base is due when the log since the last one outweighs it, and this."""
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A log object on its way."""
-
-    position: Position
-    digest: bytes
-    end: int
-    taken_at: float
-    restorable: int
-    base: int
-    artifacts: list[tuple[str, str]] = field(default_factory=list)
-    """(object name, local file): to be uploaded first."""
-    data: bytes | None = None
-    path: str = ""
-    """Where it waits, if it does not wait in memory."""
-    size_bytes: int = 0
 
 
 class Archiver:
@@ -258,13 +239,14 @@ class Archiver:
     def _run_cuts(self) -> None:
         try:
             while not self._is_stopping():
-                self._begin_base_if_due()
                 if self._next is None and not self._find_end():
                     continue
+                self._begin_base_if_due()
                 self._cut()
                 self._pause()
-            if self._next is not None:
+            if self._failure is None and (self._next is not None or self._find_end()):
                 self._cut()
+                self._end_with_a_base()
         except BaseException as error:  # whoever waits must hear of it
             self._fail(error)
         finally:
@@ -437,6 +419,15 @@ class Archiver:
         self._base_began = now
         self._base_thread = threading.Thread(target=self._run_base, name="quire-archive-base", daemon=True)
         self._base_thread.start()
+
+    def _end_with_a_base(self) -> None:
+        """At closing: what was shipped without a base could not be restored."""
+        if self._base_thread is not None:
+            self._base_thread.join(self.settings.close_seconds)
+            self._cut()
+        if self._needs_base:
+            self._write_base()
+            self._cut()
 
     def _run_base(self) -> None:
         try:

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.archive.format import AnyEvent
+from quire.archive.format import AnyEvent, Position
 
 
 class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
@@ -140,3 +141,21 @@ class EventQueue:
             self._is_open = False
             self._events.clear()
             self._bytes = 0
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A log object that is encoded and not in the bucket yet."""
+
+    position: Position
+    digest: bytes
+    end: int
+    taken_at: float
+    restorable: int
+    base: int
+    artifacts: list[tuple[str, str]] = field(default_factory=list)
+    """(object name, local file): to be uploaded first."""
+    data: bytes | None = None
+    path: str = ""
+    """Where it waits, if it does not wait in memory."""
+    size_bytes: int = 0

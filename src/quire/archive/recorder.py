@@ -40,7 +40,7 @@ from quire.archive.format import (
 from quire.archive.queue import EventQueue
 from quire.core.limits import KIB, MIB
 from quire.durable import names
-from quire.durable.files import DirectFile, Disk, File, begin_write_back, write_synced
+from quire.durable.files import DirectFile, Disk, DiskLayer, File, begin_write_back, write_synced
 
 ZEROS = bytes(64 * KIB)
 PIECE_BYTES = 4 * MIB
@@ -86,13 +86,13 @@ def shipping(path: str) -> Shipping:
     return Shipping.NOT
 
 
-class Recorder:
+class Recorder(DiskLayer):
     """A `Disk` over another, for the owner of one store."""
 
     def __init__(self, inner: Disk, root: str, queue: EventQueue, complete: Callable[[str, str], None]) -> None:
         """`complete(path, relative)` is told of every artifact that is complete; it hands the event over."""
+        super().__init__(inner)
         # constant after construction
-        self._inner = inner
         self._prefix = os.path.join(os.path.abspath(root), "")
         self.queue = queue
         self._complete = complete
@@ -174,22 +174,6 @@ class Recorder:
     def end_watch(self) -> None:
         with self._lock:
             self._renamed = None
-
-    # ── the rest of a disk ────────────────────────────────────────────────────────────────────────────────────────────
-    def exists(self, path: str) -> bool:
-        return self._inner.exists(path)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def names(self, path: str) -> list[str]:
-        return self._inner.names(path)
-
-    def remove_dir(self, path: str) -> None:
-        self._inner.remove_dir(path)
-
-    def sync_dir(self, path: str) -> None:
-        self._inner.sync_dir(path)
 
     def _relative(self, path: str) -> str:
         absolute = os.path.abspath(path)

@@ -22,7 +22,7 @@ from quire.archive.replay import RemoteFile, read_remote_files
 from quire.core.cache import ByteCache
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import crc64
-from quire.durable.files import Disk, File, write_atomic
+from quire.durable.files import Disk, DiskLayer, File, write_atomic
 from quire.objects.api import ObjectStore
 
 BLOCK_BYTES = 256 * KIB
@@ -30,12 +30,12 @@ BLOCK_BYTES = 256 * KIB
 CACHE_BYTES = 64 * MIB
 
 
-class RemoteFiles:
+class RemoteFiles(DiskLayer):
     """A `Disk` over another, with the files of remote_files.json."""
 
     def __init__(self, inner: Disk, root: str, objects: Callable[[], ObjectStore]) -> None:
+        super().__init__(inner)
         # constant after construction
-        self._inner = inner
         self._root = os.path.abspath(root)
         self._objects = objects
         self._cache: ByteCache[tuple[str, int], bytes] = ByteCache(CACHE_BYTES)
@@ -93,9 +93,6 @@ class RemoteFiles:
                 raise
             return sorted(here)
 
-    def make_dirs(self, path: str) -> None:
-        self._inner.make_dirs(path)
-
     def rename(self, source: str, target: str) -> None:
         with self._lock:
             if (file := self._remote.get(os.path.abspath(source))) is not None:
@@ -118,12 +115,6 @@ class RemoteFiles:
                 self._change(os.path.abspath(path))
                 return
         self._inner.remove(path)
-
-    def remove_dir(self, path: str) -> None:
-        self._inner.remove_dir(path)
-
-    def sync_dir(self, path: str) -> None:
-        self._inner.sync_dir(path)
 
 
 class RemoteHandle:

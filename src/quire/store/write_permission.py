@@ -73,6 +73,10 @@ class ObjectRights:
             raise ReadOnly(self._refusal, hint="`quire takeover` makes this directory the owner", path=self._path)
         if self._ownership is not None:
             self._ownership.check()
+        self.remember_place()
+
+    def remember_place(self) -> None:
+        """Write the place of the objects down, before the first one is put."""
         if not self._is_written_down:
             with self._lock:
                 if not self._is_written_down:
