@@ -126,6 +126,7 @@ def _open_owner(
     try:
         _see_to_objects(store, takeover=takeover, discard=discard, moved=moved)
         if store.archive is not None:
+            layout.sweep_debris(disk, root)  # before a thread of the archive claims a session
             store.rights.remember_place()  # now: the last puts of an archive come when the manifest's writer has ended
             store.archive.start()  # in the owner epoch that a takeover has begun
         manifest.jobs.recover()
