@@ -76,3 +76,46 @@ def test_the_policy_evicts_old_segments_and_leaves_young_ones_and_the_wal(owner:
         waiting = [row.residency for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state < WalState.CHECKPOINTED]
     assert waiting == [Residency.LOCAL], "what no checkpoint has absorbed stays"
     assert_reads(owner.engine.open_view("shop", "kept"), version)
+
+
+def test_the_policy_evicts_hydrated_copies_when_they_are_old_and_not_before(owner: Owner) -> None:
+    """Hazard: with the policy, a segment that somebody had fetched was evicted in the next round, and a chunk never."""
+    version = kept(owner)
+    chunks = len(residencies(owner)[1])
+    upkeep = Upkeep(owner.context(), owner.worker())
+    owner.clock.advance(EVICTING.evict_seconds + 1)
+    for _ in range(2):
+        upkeep.run_once()
+    run(owner, hydrate_database(owner.manifest, 1))
+    hydrated = ([Residency.LOCAL_AND_REMOTE], [Residency.LOCAL_AND_REMOTE] * chunks)
+    for _ in range(2):
+        owner.clock.advance(EVICTING.evict_seconds / 3)
+        upkeep.run_once()
+        assert residencies(owner) == hydrated, "they were fetched to stay for a while"
+    owner.clock.advance(EVICTING.evict_seconds)
+    upkeep.run_once()
+    assert residencies(owner) == ([Residency.EVICTED], [Residency.EVICTED] * chunks)
+    assert_reads(owner.engine.open_view("shop", "kept"), version)
+    jobs = len(list(owner.manifest.jobs.jobs()))
+    upkeep.run_once()
+    assert len(list(owner.manifest.jobs.jobs())) == jobs, "nothing is left to move"
+
+
+def test_the_policy_evicts_deltas_too(owner: Owner) -> None:
+    store, model = owner.database(), Model()
+    write(store, model, {page: image() for page in range(20)})
+    owner.checkpoint(store)
+    write(store, model, {1: image()})
+    owner.engine.flush(1)
+    owner.checkpoint(store)
+    run(owner, hydrate_database(owner.manifest, 1))
+
+    def deltas() -> list[Residency]:
+        with owner.manifest.read() as txn:
+            return [row.residency for _, row in txn.scan(t.CHUNK_DELTA_INDEX, 1)]
+
+    assert deltas() == [Residency.LOCAL_AND_REMOTE]
+    owner.clock.advance(EVICTING.evict_seconds + 1)
+    Upkeep(owner.context(), owner.worker()).run_once()
+    assert deltas() == [Residency.EVICTED]
+    owner.assert_newest(model)

@@ -95,7 +95,8 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     time_travel_seconds: float = 0.0
     """How far back every version of a page database can be opened (P14); 0: only what the WAL and snapshots happen to have."""
     evict_seconds: float = 0.0
-    """WAL segments that only snapshots need leave the disk for the object store when they are this old; 0: never."""
+    """Copies that only snapshots and readers of chunks need leave the disk for the object store when they are this old: WAL
+    segments since they were sealed, what was hydrated since it was fetched (at most `jobs_keep_seconds`); 0: never."""
     delete_grace_seconds: float = 60.0
     """Bytes stay this long after their last reference went (M8)."""
     jobs_keep_seconds: float = 7 * 86_400.0
@@ -425,7 +426,7 @@ object_store = "{object_store}"
 # workers = 1                  # threads that run jobs
 # runner = "auto"              # who does the heavy part of jobs: threads, spark, or auto by their size
 # time_travel_seconds = 0.0    # how far back every version of a page database can be opened
-# evict_seconds = 0.0          # WAL that only snapshots need leaves the disk for the object store when it is this old; 0: never
+# evict_seconds = 0.0          # copies that only snapshots need leave the disk for the object store at this age; 0: never
 # delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
 
 [lsm]

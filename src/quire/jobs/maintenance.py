@@ -289,7 +289,7 @@ class Upkeep:
             done.bundles += 1
 
     def _evictions(self, done: Round) -> None:
-        """Old segments that only snapshots need leave the disk: an upload first, the eviction in a later round."""
+        """Old copies that `evict` would remove leave the disk: an upload first, if need be, the eviction in a later round."""
         from quire.jobs.residency import apply_policy
 
         manifest, before = self._ctx.manifest, self._ctx.clock.now_ms() - int(self._ctx.settings.evict_seconds * 1000)

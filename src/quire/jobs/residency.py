@@ -6,8 +6,9 @@ Terms
   hydratable    has an object and no file
 
 A move holds its artifact from here to the end of its job, whatever the end: nothing of it is deleted meanwhile (M8). Asking
-twice makes two jobs, and the second finds its work done. The policy (`maintenance.evict_seconds`) is about segments alone: a
-chunk has a file only if somebody asked for it.
+twice makes two jobs, and the second finds its work done. The policy (`maintenance.evict_seconds`) moves what `evict_database`
+moves, when it is old enough: a segment counts from its seal, any copy that was hydrated from then. That is known as long as
+the job's row is kept.
 
 Threads: any; `upload_now` not in a worker's own. Raises `UnknownArtifact` (nothing refers to it), `ArtifactGone` (it is being
 deleted), `InvalidInput`; `upload_now` also `Unavailable` with the job's own error, `TimedOut`, `StoreClosed`.
@@ -75,19 +76,32 @@ def hydrate_database(manifest: ManifestStore, db_id: int) -> list[int]:
     return [request_hydrate(manifest, key) for key in keys]
 
 
-def apply_policy(manifest: ManifestStore, db_id: int, sealed_before_ms: int) -> int:
-    """Ask for the next move of segments that are old enough, if none is outstanding; how many were asked for."""
+def apply_policy(manifest: ManifestStore, db_id: int, before_ms: int) -> int:
+    """Ask for the next move of copies that were made before a moment, if none is outstanding; how many were asked for."""
     with manifest.read() as txn:
-        due = [segment for segment in _segments(txn, db_id, _WITH_FILE) if segment[2] <= sealed_before_ms]
-        busy = {
-            job.artifact
-            for _, job in (txn.scan(t.JOB_QUEUE) if due else ())
-            if job.kind in (JobKind.UPLOAD, JobKind.EVICT) and job.state not in TERMINAL_JOB_STATES
-        }
-    idle = [(key, residency) for key, residency, _ in due if (db_id, int(key.kind), key.id, 0, 0) not in busy]
+        due = [(key, residency) for key, residency, at_ms in _segments(txn, db_id, _WITH_FILE) if at_ms <= before_ms]
+        due += [(key, Residency.LOCAL_AND_REMOTE) for key in _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))]
+        spared = _busy_or_hydrated(txn, before_ms) if due else set()
+    idle = [(key, residency) for key, residency in due if _named(key) not in spared]
     for key, residency in idle:
         (request_upload if residency is Residency.LOCAL else request_evict)(manifest, key)
     return len(idle)
+
+
+def _busy_or_hydrated(txn: ReadTxn, since_ms: int) -> set[tuple[int, ...]]:
+    """Artifacts that a job is to move, and those that somebody has fetched since a moment: they would go at once."""
+    return {
+        tuple(job.artifact)
+        for _, job in txn.scan(t.JOB_QUEUE)
+        if job.kind in (JobKind.UPLOAD, JobKind.EVICT, JobKind.HYDRATE)
+        and job.artifact is not None
+        and (job.state not in TERMINAL_JOB_STATES or (job.kind is JobKind.HYDRATE and job.finished_at_ms > since_ms))
+    }
+
+
+def _named(key: ArtifactKey) -> tuple[int, ...]:
+    """An artifact as the rows of jobs have it."""
+    return key.origin_db_id, int(key.kind), key.id, key.generation, key.delta_id
 
 
 def _segments(txn: ReadTxn, db_id: int, where: tuple[Residency, ...]) -> list[tuple[ArtifactKey, Residency, int]]:
