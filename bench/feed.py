@@ -185,7 +185,7 @@ def trimming(report: Report, directory: Path, quick: bool) -> None:
 def trim(manifest: ManifestStore, cursor: int) -> None:
     """Acknowledge everything, and wait until it is gone."""
     manifest.feed.acknowledge(cursor, manifest.feed.head())
-    while manifest.feed.has_tail():
+    while manifest.feed.tail_rows():
         time.sleep(0.001)
 
 
@@ -204,7 +204,7 @@ def stalls(report: Report, directory: Path, quick: bool) -> None:
         pieces = [timed(TrimChanges()) for _ in range(20)]
         during: list[float] = []
         manifest.feed.maintain()  # starts the trimmer
-        while manifest.feed.has_tail():
+        while manifest.feed.tail_rows():
             during.append(timed(chunk_op(next(numbers))))
         alone = [timed(chunk_op(next(numbers))) for _ in during]
         budget = max(alone) + max(max(pieces), manifest.env.settings.group_seconds_max)

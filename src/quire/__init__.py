@@ -78,7 +78,6 @@ if TYPE_CHECKING:
         WrongKind,
         WrongThread,
     )
-    from quire.core.object_settings import ObjectSettings
     from quire.core.settings import (
         ArchiveSettings,
         FeedSettings,
@@ -86,6 +85,7 @@ if TYPE_CHECKING:
         MaintenanceSettings,
         ManifestLogSettings,
         ManifestSettings,
+        ObjectSettings,
         PagesSettings,
         ServiceSettings,
         StoreSettings,
@@ -197,7 +197,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every misspelt name
     _HOMES = dict.fromkeys(__all__, "quire.core.errors") | {
         "iterate": "quire.core.async_bridge",
-        "ObjectSettings": "quire.core.object_settings",
+        "ObjectSettings": "quire.core.settings",
         "ArchiveSettings": "quire.core.settings",
         "FeedSettings": "quire.core.settings",
         "LsmSettings": "quire.core.settings",

@@ -12,7 +12,6 @@ from quire.cli.output import width_of
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.manifest import tables as t
-from quire.manifest.leases import leases_of
 from tests.cli.conftest import Run, on_a_terminal, quire_program, write_pages
 
 
@@ -136,7 +135,7 @@ def test_an_owner_knows_how_long_a_lent_version_keeps_what_it_needs(garbage: Pat
     """Issue 18: due times were by the grace alone."""
     with quire.open(garbage) as store:
         by_grace = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}
-        leases = leases_of(store.manifest)
+        leases = store.manifest.leases
         until_ms = store.manifest.clock.now_ms() + 10**7
         leases.kept_since = lambda _: (0, until_ms)  # type: ignore[method-assign,assignment]
         lent = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}

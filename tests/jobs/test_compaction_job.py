@@ -156,7 +156,7 @@ def test_compacting_what_is_no_key_value_database_is_refused(store: Store) -> No
 def test_executors_that_do_not_see_the_store_are_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(store)
     monkeypatch.setattr(ThreadRunner, "shares_disk", False)
-    wiring = store._need_wiring()
+    wiring = store._parts
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     with pytest.raises(InvalidConfig, match="do not see"):
         compaction_job(wiring.context, job, lambda _d, _t: None)
@@ -164,7 +164,7 @@ def test_executors_that_do_not_see_the_store_are_refused(store: Store, monkeypat
 
 def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store) -> None:
     kv, model = filled(store)
-    wiring = store._need_wiring()
+    wiring = store._parts
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     for tasks in (1, 0):
         done = compaction_job(wiring.context, job, lambda _d, _t: None)

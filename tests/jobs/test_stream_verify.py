@@ -92,7 +92,7 @@ def test_a_copy_that_is_gone_is_missing(store: quire.Store, clicks: Stream) -> N
 
 # ── logs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def log_problems(store: quire.Store, *streams: Stream, deep: bool = True) -> list[tuple[int, str]]:
-    context = store._need_wiring().context
+    context = store._parts.context
     runner = context.thread_runner()
     with store.manifest.read() as txn:
         prefixes, store_id = txn.object_prefixes(), txn.store_id()

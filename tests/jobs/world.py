@@ -19,7 +19,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import object_key
-from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.context import JobContext
 from quire.jobs.locations import ArtifactLocation, OpenStore, StorePool
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.registry import HANDLERS
@@ -230,7 +230,7 @@ class World:
 
     def row(self, key: ArtifactKey) -> Any:
         with self.manifest.read() as txn:
-            return artifact_row(txn, key)
+            return txn.artifact(key)
 
     def place(self, key: ArtifactKey) -> ArtifactLocation:
         with self.manifest.read() as txn:

@@ -157,7 +157,7 @@ def test_a_fork_of_a_snapshot_begins_as_that_was(store: Store) -> None:
 
 def test_a_scheduled_snapshot_has_its_links_too(store: Store) -> None:
     there = fill(store, "cart", 0, 20)
-    store._need_wiring()._snapshot(store.database("cart").db_id, "hourly", {})
+    store._parts.snapshot(store.database("cart").db_id, "hourly", {})
     with store.kvs.open_snapshot("cart", "hourly") as snapshot:
         assert dict(snapshot.scan()) == there
 

@@ -14,7 +14,7 @@ from quire.lsm.kv import Kv
 from quire.lsm.projection import KEY_BYTES, KvProjection, record_of
 from quire.lsm.verify import problems
 from quire.manifest import tables as t
-from quire.manifest.ops.lsm import FoldLsm
+from quire.manifest.ops.databases import FoldLsm
 from quire.manifest.records import LsmTableRecord
 from quire.store.store import Store
 

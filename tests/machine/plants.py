@@ -50,7 +50,7 @@ def a_shared_leaf_is_taken_over(patch: pytest.MonkeyPatch) -> None:
     move = slots.SetSlots._move_references
 
     def moving(self: Any, tables: Overlay, held: Any, *rest: Any) -> None:
-        key = slots.leaf_count_key(held.origin_db_id, self.leaf, held.generation)
+        key = refs.leaf_count_key(held.origin_db_id, self.leaf, held.generation)
         counts = tables.gc_refcounts.get(key)
         if counts is not None and counts.in_use > 1:
             tables.gc_refcounts.put(key, RefcountRecord(1))

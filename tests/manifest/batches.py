@@ -16,8 +16,7 @@ from quire.core.ids import ArtifactKind
 from quire.manifest import records as r
 from quire.manifest import tables as t
 from quire.manifest.guard import ManifestGuard, Receipt
-from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
-from quire.manifest.ops.audit import PruneAudit
+from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutNamespace, UpdateArtifact
 from quire.manifest.ops.base import LOCAL_COUNTERS, Counter, Op, ReserveLocalIds
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
@@ -29,6 +28,9 @@ from quire.manifest.ops.cursors import (
 )
 from quire.manifest.ops.databases import (
     DropDb,
+    FoldLsm,
+    PruneAudit,
+    RecordLsmEnds,
     RegisterDb,
     RemoveDb,
     RenameDb,
@@ -37,7 +39,6 @@ from quire.manifest.ops.databases import (
     SetRetention,
     UpdateDbStatus,
 )
-from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     FollowSqliteFile,
@@ -47,7 +48,6 @@ from quire.manifest.ops.local import (
     SetFloor,
     SetObjectPlace,
 )
-from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf

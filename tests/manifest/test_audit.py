@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from quire.core.errors import NameTaken, QuireError, UnknownDatabase, UnknownSnapshot
 from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
-from quire.manifest.audit import AuditEntry
 from quire.manifest.guard import Receipt
 from quire.manifest.ops.artifacts import UpdateArtifact
-from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.databases import DropDb, RenameDb
+from quire.manifest.ops.databases import DropDb, PruneAudit, RenameDb
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.reads import AuditEntry
 from quire.manifest.records import AuditAction, DbKind, Residency, SnapshotKind, VerifyState
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock

@@ -111,7 +111,7 @@ class Crashes:
                     logged.setdefault(number, []).append((row, chunk.page_count))
             local = {scope: (kind, metric.count) for (scope, kind), metric in txn.scan(t.METRICS) if scope >= 1_000_000}
             sequences = {
-                change.operations[0].chunk_id: change.sequence  # type: ignore[union-attr]  # PutChunk, by construction
+                change.operations[0].chunk_id: change.sequence  # type: ignore[attr-defined]  # PutChunk, by construction
                 for change in txn.changes()
                 if getattr(change.operations[0], "origin_db_id", None) == home
                 and getattr(change.operations[0], "chunk_id", 0) >= 1_000_000

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from quire.core.errors import TimedOut
-from quire.manifest.env_gate import Gate
+from quire.manifest.env_gate import MapGate
 from tests.manifest.helpers import eventually
 
 
@@ -26,7 +26,7 @@ def nothing() -> None:
 
 
 def test_being_alone_waits_for_visitors_and_keeps_new_ones_out() -> None:
-    gate, order, guests = Gate(), [], (Guest(), Guest())
+    gate, order, guests = MapGate(), [], (Guest(), Guest())
     ticket = gate.enter(guests[0])
     alone = threading.Thread(target=gate.exclusive, args=(10, lambda: order.append("alone")))
     alone.start()
@@ -47,7 +47,7 @@ def test_being_alone_waits_for_visitors_and_keeps_new_ones_out() -> None:
 
 
 def test_a_visitor_that_stays_ends_the_wait_and_is_named() -> None:
-    gate, guest = Gate(), Guest()
+    gate, guest = MapGate(), Guest()
     visiting = threading.Thread(target=gate.enter, args=(guest,), name="the one who stays")
     visiting.start()
     visiting.join()
@@ -59,7 +59,7 @@ def test_a_visitor_that_stays_ends_the_wait_and_is_named() -> None:
 
 def test_nobody_waits_for_itself() -> None:
     """Hazard: a thread that closes the manifest with a transaction open would wait for that, for nothing."""
-    gate, guest = Gate(), Guest()
+    gate, guest = MapGate(), Guest()
     ticket = gate.enter(guest)
     with pytest.raises(TimedOut):
         gate.exclusive(3600, nothing)
@@ -69,7 +69,7 @@ def test_nobody_waits_for_itself() -> None:
 
 def test_two_are_never_alone_at_once() -> None:
     """Hazard: the first to be done opened the gate for everyone, while the second still replaced the map."""
-    gate, inside, most = Gate(), [], []
+    gate, inside, most = MapGate(), [], []
 
     def call() -> None:
         inside.append(1)
@@ -86,7 +86,7 @@ def test_two_are_never_alone_at_once() -> None:
 
 
 def test_visitors_stay_out_until_the_last_of_several_that_want_to_be_alone_is_done() -> None:
-    gate, guest, order = Gate(), Guest(), []
+    gate, guest, order = MapGate(), Guest(), []
     begun, go = ({"first": threading.Event(), "second": threading.Event()} for _ in range(2))
 
     def alone(name: str) -> None:
@@ -116,7 +116,7 @@ def test_visitors_stay_out_until_the_last_of_several_that_want_to_be_alone_is_do
 
 def test_a_thread_that_is_inside_gets_in_again_while_somebody_waits_for_it() -> None:
     """Hazard: each waited for the other until the wait for growth ended, and the commit failed."""
-    gate, guests, alone = Gate(), (Guest(), Guest()), threading.Event()
+    gate, guests, alone = MapGate(), (Guest(), Guest()), threading.Event()
     outer = gate.enter(guests[0])
     waiting = threading.Thread(target=gate.exclusive, args=(30, alone.set))
     waiting.start()
@@ -131,7 +131,7 @@ def test_a_thread_that_is_inside_gets_in_again_while_somebody_waits_for_it() -> 
 
 def test_a_visitor_that_was_lost_has_left() -> None:
     """Hazard: a transaction that was dropped instead of closed kept the map from growing, for ever."""
-    gate, guest = Gate(), Guest()
+    gate, guest = MapGate(), Guest()
     gate.enter(guest)
     del guest
     gc.collect()
@@ -139,7 +139,7 @@ def test_a_visitor_that_was_lost_has_left() -> None:
 
 
 def test_one_that_is_lost_while_somebody_waits_is_noticed() -> None:
-    gate, guests, alone = Gate(), [Guest()], threading.Event()
+    gate, guests, alone = MapGate(), [Guest()], threading.Event()
     gate.enter(guests[0])
     waiting = threading.Thread(target=gate.exclusive, args=(30, alone.set))
     waiting.start()
@@ -150,7 +150,7 @@ def test_one_that_is_lost_while_somebody_waits_is_noticed() -> None:
 
 
 def test_leaving_twice_does_no_harm() -> None:
-    gate, guest = Gate(), Guest()
+    gate, guest = MapGate(), Guest()
     ticket = gate.enter(guest)
     gate.leave(ticket)
     gate.leave(ticket)
@@ -158,7 +158,7 @@ def test_leaving_twice_does_no_harm() -> None:
 
 
 def test_a_call_that_fails_lets_visitors_in_again() -> None:
-    gate, guest = Gate(), Guest()
+    gate, guest = MapGate(), Guest()
 
     def fail() -> None:
         raise OSError("no memory")

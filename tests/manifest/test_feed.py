@@ -115,7 +115,7 @@ def test_a_long_tail_goes_in_bounded_commits_and_writers_interleave(manifest: Ma
     cursor = manifest.feed.register().cursor_id
     manifest.feed.acknowledge(cursor, 6_000)
     does(manifest, register(2, "between"))
-    assert eventually(lambda: not manifest.feed.has_tail())
+    assert eventually(lambda: not manifest.feed.tail_rows())
     assert rows(manifest) == 1
 
 
@@ -223,7 +223,7 @@ def test_a_dead_consumer_does_not_pin_the_log_for_ever(path: str) -> None:
 def test_without_cursors_the_log_is_kept_for_a_while(path: str) -> None:
     clock = ManualClock(1_000_000)
     with ManifestStore.open(path, clock=clock) as manifest:
-        manifest.feed_settings = FeedSettings(retain_seconds=100)
+        manifest.feed.settings = FeedSettings(retain_seconds=100)
         fill(manifest, 5)
         clock.advance(60)
         does(manifest, chunk(50))
@@ -236,7 +236,7 @@ def test_without_cursors_the_log_is_kept_for_a_while(path: str) -> None:
 
 def test_without_cursors_the_log_is_kept_within_its_bytes(path: str) -> None:
     with ManifestStore.open(path) as manifest:
-        manifest.feed_settings = FeedSettings(retain_bytes=500)
+        manifest.feed.settings = FeedSettings(retain_bytes=500)
         fill(manifest, 50)
         manifest.feed.maintain()
         assert 0 < rows(manifest) < 15
@@ -245,7 +245,7 @@ def test_without_cursors_the_log_is_kept_within_its_bytes(path: str) -> None:
 
 def test_retention_never_takes_what_a_cursor_needs(path: str) -> None:
     with ManifestStore.open(path) as manifest:
-        manifest.feed_settings = FeedSettings(retain_bytes=0)
+        manifest.feed.settings = FeedSettings(retain_bytes=0)
         fill(manifest, 10)
         manifest.feed.register(4, name="app")
         manifest.feed.maintain()

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownDatabase
-from quire.manifest import feed_pages
+from quire.manifest import feed as feed_pages
 from quire.manifest.change import ChangeRecord
 from quire.manifest.ops.databases import DropDb, RenameDb
 from quire.manifest.store import ManifestStore

@@ -176,11 +176,13 @@ def test_a_loop_that_was_closed_while_waiting_does_not_harm_the_writer(manifest:
 
 # ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_generation_is_waited_for_with_a_timeout(manifest: ManifestStore) -> None:
-    assert manifest.wait_for_generation(Component.DATABASE, 0, 0) == 0
+    assert manifest.writer.when_generation(Component.DATABASE, 0).result(0) == 0
     with pytest.raises(TimedOut, match="generation 1 of DATABASE"):
-        manifest.wait_for_generation(Component.DATABASE, 1, 0.01)
+        manifest.writer.when_generation(Component.DATABASE, 1).result(0.01)
     found: list[int] = []
-    waiting = threading.Thread(target=lambda: found.append(manifest.wait_for_generation(Component.DATABASE, 2, 30)))
+    waiting = threading.Thread(
+        target=lambda: found.append(manifest.writer.when_generation(Component.DATABASE, 2).result(30))
+    )
     waiting.start()
     manifest.submit([register(1)]).result()
     assert not found
@@ -191,7 +193,7 @@ def test_a_generation_is_waited_for_with_a_timeout(manifest: ManifestStore) -> N
 
 def test_a_generation_is_awaited(manifest: ManifestStore) -> None:
     async def run() -> object:
-        waiting = asyncio.create_task(_await(manifest.when_generation(Component.CHUNK, 1)))
+        waiting = asyncio.create_task(_await(manifest.writer.when_generation(Component.CHUNK, 1)))
         await asyncio.sleep(0)
         await manifest.submit([register(1), chunk(1)])
         return await waiting
@@ -205,7 +207,7 @@ def test_waiters_for_a_generation_hear_that_the_manifest_was_closed(path: str) -
 
     def wait() -> None:
         try:
-            manifest.wait_for_generation(Component.JOB, 5, 30)
+            manifest.writer.when_generation(Component.JOB, 5).result(30)
         except QuireError as error:
             found.append(error)
 
@@ -257,7 +259,7 @@ class Poisoned:
             guards = [manifest.submit([chunk(n)]) for n in range(2, batches)]
             for guard in (*guards[::20], guards[-1]):
                 self.wait(guard)
-            self.wait(manifest.when_generation(Component.CHUNK, 10_000))
+            self.wait(manifest.writer.when_generation(Component.CHUNK, 10_000))
             time.sleep(0.02)
             with failing(number, point):
                 hold.release()

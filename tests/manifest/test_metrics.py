@@ -10,7 +10,7 @@ import pytest
 import quire
 from quire.core.errors import AlreadyExists
 from quire.manifest import tables as t
-from quire.manifest.metrics import MetricKind, RollingCollector, bucket_of, rolling
+from quire.manifest.metrics import ManifestCollector, MetricKind, bucket_of, rolling
 from quire.manifest.ops.databases import DropDb, RemoveDb
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot, PublishSnapshot
@@ -111,7 +111,7 @@ def test_the_collector_exports_histograms_and_last_values(manifest: ManifestStor
 
     does(manifest, register(1, "shop"), snapshot(1), snapshot(2), snapshot(3))
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RollingCollector(manifest))
+    registry.register(ManifestCollector(manifest))
     lines = generate_latest(registry).decode().splitlines()
     for line in (
         'quire_rolling_snapshots_bucket{db="1",le="2.0",name="shop"} 1.0',

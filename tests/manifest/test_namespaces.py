@@ -12,10 +12,9 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.namespaces import drop_namespace
-from quire.manifest.ops.artifacts import PutChunk, PutNamespace
+from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutChunk, PutNamespace
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import DropDb, RegisterDb, RemoveDb
-from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import StartJob
 from quire.manifest.ops.plans import BeginPlan
 from quire.manifest.ops.refs import RemoveArtifact

@@ -34,7 +34,7 @@ from quire.manifest.ops.cursors import (
     RetainChanges,
     TrimChanges,
 )
-from quire.manifest.ops.databases import DropDb, RegisterDb
+from quire.manifest.ops.databases import DropDb, RecordLsmEnds, RegisterDb
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     DropReader,
@@ -46,7 +46,6 @@ from quire.manifest.ops.local import (
     SetFloor,
     SetObjectPlace,
 )
-from quire.manifest.ops.lsm import RecordLsmEnds
 from quire.manifest.ops.registry import OPS, AnyOp
 from quire.manifest.ops.wal import NEXT_STATES, AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.records import (

@@ -71,7 +71,7 @@ assert not manifest.writer._queue._waiting_for_room
 for lock in (manifest.env.gate._turnstile, manifest.writer.bell._joining, manifest.writer._queue.lock):
     assert not lock.locked()
 assert manifest.writer._queue._operations == 0 and not manifest.writer._queue._batches
-assert manifest.wait_for_generation(Component.DATABASE, 1, 5) == 1
+assert manifest.writer.when_generation(Component.DATABASE, 1).result(5) == 1
 manifest.close()
 print("ok")
 """
@@ -95,7 +95,7 @@ def use():
 """,
     "wait for a generation": """
 def use():
-    manifest.wait_for_generation(Component.JOB, 99, 0.002)
+    manifest.writer.when_generation(Component.JOB, 99).result(0.002)
 """,
     "wait for one that others wait for": """
 stop = threading.Event()

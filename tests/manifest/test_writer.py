@@ -27,11 +27,11 @@ from quire.core.settings import ManifestSettings
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import Receipt
+from quire.manifest.metrics import ManifestCollector
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.databases import RenameDb
 from quire.manifest.ops.local import PutReader, RecordMetric
 from quire.manifest.overlay import Overlay
-from quire.manifest.stats import ManifestCollector
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
@@ -261,7 +261,7 @@ def test_waiting_on_the_writer_thread_is_refused(manifest: ManifestStore) -> Non
     def misuse(_name: str) -> None:
         for wait in (
             lambda: manifest.submit([chunk(1)]).result(1),
-            lambda: manifest.wait_for_generation(Component.CHUNK, 99, 1),
+            lambda: manifest.writer.when_generation(Component.CHUNK, 99).result(1),
         ):
             try:
                 wait()
@@ -298,7 +298,7 @@ def test_after_close_everything_is_refused_and_closing_again_is_fine(path: str) 
         lambda: manifest.submit([register(1)]),
         lambda: manifest.read(),
         lambda: manifest.check(),
-        lambda: manifest.wait_for_generation(Component.JOB, 1, 5),
+        lambda: manifest.writer.when_generation(Component.JOB, 1).result(5),
         lambda: manifest.env.copy(path + ".copy"),
     ):
         with pytest.raises(StoreClosed):
@@ -368,7 +368,7 @@ def test_generations_and_sequences_go_on_after_a_reopen(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         receipt = manifest.submit([register(2)]).result()
         assert (receipt.sequence, receipt.generations) == (2, {Component.DATABASE: 2})
-        assert manifest.wait_for_generation(Component.DATABASE, 2, 0) == 2
+        assert manifest.writer.when_generation(Component.DATABASE, 2).result(0) == 2
 
 
 def test_recorded_time_never_goes_back_even_if_the_clock_does(path: str) -> None:
@@ -406,7 +406,7 @@ def test_prometheus_sees_what_the_writer_did(manifest: ManifestStore) -> None:
     assert seen == (2, 2)
     manifest.feed.register(name="slow")
     registry = CollectorRegistry()
-    registry.register(ManifestCollector(stats, manifest.env.info, manifest.feed.lag))
+    registry.register(ManifestCollector(manifest))
     assert eventually(lambda: stats.batches == 3)
     text = generate_latest(registry).decode()
     for line in (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import InvalidConfig, InvalidName
-from quire.core.object_settings import ObjectSettings
+from quire.core.settings import ObjectSettings
 from quire.objects.api import key_below, list_objects
 from quire.objects.local import LocalStore
 from quire.objects.open import open_store

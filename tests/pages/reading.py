@@ -21,7 +21,6 @@ from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSetting
 from quire.durable.failpoints import arm_from
 from quire.manifest.records import DbKind, JobKind
 from quire.pages import wal_files
-from quire.pages.anchors import find_snapshot
 from quire.pages.leasefiles import LeaseFiles
 from quire.pages.snapshot import Snapshot
 from quire.store.store import Store
@@ -94,7 +93,7 @@ def upkeep(store: Store, rng: random.Random, db_id: int) -> None:
         store.pages.snapshot("shop", name)
     except NameTaken:
         with store.manifest.read() as txn:
-            snapshot_id, _ = find_snapshot(txn, db_id, name)
+            snapshot_id, _ = txn.require_snapshot(db_id, name)
         store.manifest.snapshots.drop(db_id, snapshot_id)
 
 

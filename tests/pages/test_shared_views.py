@@ -13,7 +13,6 @@ from quire.core.errors import Corruption, InvalidInput, LeaseExpired, NotFound, 
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import ManifestGuard
-from quire.manifest.leases import leases_of
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import DropReader
 from quire.manifest.records import JobKind
@@ -79,16 +78,16 @@ def test_what_is_lent_can_be_read_until_the_lease_ends_and_goes_then(pages: Page
     kept = model.newest
     for _ in range(4):
         changed(pages, model)
-        leases_of(pages.manifest).renew(lease_id)
+        pages.manifest.leases.renew(lease_id)
         reads(pages, view, kept)
     assert zeros(pages) > 0, "what the version needs waits"
     pages.clock.advance(SECONDS + 1)
     with pytest.raises(LeaseExpired):
-        leases_of(pages.manifest).renew(lease_id)
+        pages.manifest.leases.renew(lease_id)
     changed(pages, model)
     pages.clock.advance(GRACE_SECONDS + SECONDS)
     pages.worker().drain()
-    assert (zeros(pages), leases_of(pages.manifest).expire(), rows(pages)) == (0, 1, 0)
+    assert (zeros(pages), pages.manifest.leases.expire(), rows(pages)) == (0, 1, 0)
     with pytest.raises((Corruption, StorageFault, NotFound)):
         reads(pages, view, kept)
 
@@ -103,9 +102,9 @@ def test_lending_is_no_snapshot_and_no_change(pages: Pages) -> None:
         lend(pages.engine, ["shop"], SECONDS)
     assert pages.manifest.feed.head() == head, "nothing was written, so nothing is heard"
     assert pages.manifest.snapshots.of("shop") == []
-    assert rows(pages) == leases_of(pages.manifest).count() == 51
+    assert rows(pages) == pages.manifest.leases.count() == 51
     pages.clock.advance(SECONDS + 1)
-    assert leases_of(pages.manifest).expire() == 51
+    assert pages.manifest.leases.expire() == 51
     assert (rows(pages), pages.manifest.feed.head()) == (0, head)
 
 
@@ -139,8 +138,8 @@ def test_databases_of_one_lease_share_a_batch_and_a_renewal(pages: Pages, monkey
         changed(pages, model, name, range(9))
     for name, view in zip("abc", [*views, *more], strict=True):
         reads(pages, view, kept[name])
-    leases_of(pages.manifest).release(lease_id)
-    leases_of(pages.manifest).release(lease_id)
+    pages.manifest.leases.release(lease_id)
+    pages.manifest.leases.release(lease_id)
     assert rows(pages) == 0
 
 
@@ -156,10 +155,10 @@ def test_a_lease_outlives_its_owner_for_one_length(pages: Pages, is_killed: bool
     pages.start()
     changed(pages, model)
     reads(pages, view, kept)
-    leases_of(pages.manifest).renew(lease_id)
+    pages.manifest.leases.renew(lease_id)
     pages.clock.advance(SECONDS - 1)
     changed(pages, model)
-    leases_of(pages.manifest).expire()
+    pages.manifest.leases.expire()
     assert rows(pages) == 0, "a minute passes in there"
     pages.clock.advance(GRACE_SECONDS + SECONDS)
     pages.worker().drain()
@@ -172,9 +171,9 @@ def test_a_crash_between_rows_and_answer_leaves_a_lease_that_ends_by_itself(page
     with armed("manifest.lease.held", _end), pytest.raises(KeyboardInterrupt):
         lend(pages.engine, ["shop"], SECONDS)
     pages.crash()
-    assert (rows(pages), leases_of(pages.manifest).count()) == (1, 1)
+    assert (rows(pages), pages.manifest.leases.count()) == (1, 1)
     pages.clock.advance(SECONDS + 1)
-    assert (leases_of(pages.manifest).expire(), rows(pages)) == (1, 0)
+    assert (pages.manifest.leases.expire(), rows(pages)) == (1, 0)
 
 
 def test_what_fell_to_zero_before_a_lease_goes_while_it_lives(pages: Pages) -> None:
@@ -269,13 +268,13 @@ def test_whatever_happens_a_living_lease_reads_its_version(
                 lent[lease_id] = (name, view, model.newest, pages.clock.monotonic() + seconds)
             case 5:
                 pages.clock.advance(rng.choice([1, 61, 100]))
-                leases_of(pages.manifest).expire()
+                pages.manifest.leases.expire()
                 pages.worker().drain()
             case 6 if lent:
                 lease_id = rng.choice([*lent])
                 name, view, version, until = lent[lease_id]
                 if until > pages.clock.monotonic():
-                    leases_of(pages.manifest).renew(lease_id)
+                    pages.manifest.leases.renew(lease_id)
                     until = max(until, pages.clock.monotonic() + 70.0)
                 lent[lease_id] = (name, view, version, until)
             case 7:
@@ -284,7 +283,7 @@ def test_whatever_happens_a_living_lease_reads_its_version(
             if until > pages.clock.monotonic():
                 reads(pages, view, version)
     pages.clock.advance(1_000)
-    leases_of(pages.manifest).expire()
+    pages.manifest.leases.expire()
     pages.clock.advance(GRACE_SECONDS + 1)
     pages.worker().drain()
     assert rows(pages) == 0

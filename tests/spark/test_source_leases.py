@@ -16,7 +16,6 @@ import pytest
 import quire
 from quire.core.errors import LeaseExpired, SnapshotGone
 from quire.manifest import tables as t
-from quire.manifest.leases import leases_of
 from quire.spark.access import access_of, options_of
 from quire.spark.sources import base
 from quire.spark.sources.base import KEEP_SECONDS, has_ended, kept
@@ -82,11 +81,11 @@ def test_many_reads_of_many_databases_leave_no_snapshot_and_no_change(store: Sto
         assert not any(store.manifest.snapshots.of(f"tenant-{number:03d}") for number in range(0, DATABASES, 20))
     assert store.feed.head() == head, "the feed hears nothing of readers"
     assert store.info().databases == seen.databases
-    assert leases_of(store.manifest).count() == 11, "one for each query, not for each database"
+    assert store.manifest.leases.count() == 11, "one for each query, not for each database"
     assert rows(store) == 6 * DATABASES + 5 * 10
     clock.advance(KEEP_SECONDS + 1)
     store.maintain()
-    assert (leases_of(store.manifest).count(), rows(store)) == (0, 0), "some minutes later nothing is left"
+    assert (store.manifest.leases.count(), rows(store)) == (0, 0), "some minutes later nothing is left"
     with store.manifest.read() as txn:
         assert txn.count(t.SNAPSHOT_INDEX) == 0
         assert not [row for _, row in txn.scan(t.AUDIT) if "SNAPSHOT" in row.action.name]
@@ -142,7 +141,7 @@ def test_a_task_renews_while_it_reads(store: Store, monkeypatch: pytest.MonkeyPa
     reader, parts = planned(store, SqliteSource, database="shop", table="t")
     heard: list[int] = []
     enough = threading.Event()
-    renew = leases_of(store.manifest).renew
+    renew = store.manifest.leases.renew
 
     def counted(lease_id: int) -> None:
         renew(lease_id)
@@ -150,7 +149,7 @@ def test_a_task_renews_while_it_reads(store: Store, monkeypatch: pytest.MonkeyPa
         if len(heard) == 3:
             enough.set()
 
-    monkeypatch.setattr(leases_of(store.manifest), "renew", counted)
+    monkeypatch.setattr(store.manifest.leases, "renew", counted)
     lease_id = parts[0].value[0].version.lease_id
     with kept(reader.access, lease_id, 0.04):
         assert enough.wait(60)
@@ -166,4 +165,4 @@ def test_an_owner_that_is_away_fails_no_task(store: Store, monkeypatch: pytest.M
     away = type(access)(uri="grpc+unix:///nowhere.sock")
     assert not has_ended(away, 12_345)
     with pytest.raises(LeaseExpired):
-        leases_of(store.manifest).renew(12_345)
+        store.manifest.leases.renew(12_345)

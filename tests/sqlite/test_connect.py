@@ -402,7 +402,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(store: Store, shop: ap
 
 def test_idle_versions_are_given_back_and_used_ones_renewed(store: Store, shop: apsw.Connection) -> None:
     pages = store.pages.open("shop")
-    databases: SqliteDatabases = store._need_wiring().sqlite
+    databases: SqliteDatabases = store._parts.sqlite
     cursor = shop.execute("select id from t")
     next(cursor)
     before = pages.readers.peek()[0].expires_at

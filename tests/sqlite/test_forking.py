@@ -25,7 +25,7 @@ WINDOW = StoreSettings(maintenance=MaintenanceSettings(enabled=False, time_trave
 
 
 def databases(store: Store) -> SqliteDatabases:
-    return store._need_wiring().sqlite
+    return store._parts.sqlite
 
 
 def forked(store: Store, new_name: str, at: At, name: str = "shop") -> apsw.Connection:

@@ -211,7 +211,7 @@ def test_a_connection_takes_its_lease_along(store: Store, shop: apsw.Connection)
 
 @pytest.mark.usefixtures("still")
 def test_a_busy_connection_does_not_look_like_a_long_reader(store: Store, shop: apsw.Connection) -> None:
-    pages, databases = store.pages.open("shop"), store._need_wiring().sqlite
+    pages, databases = store.pages.open("shop"), store._parts.sqlite
     (lease,) = pages.readers.peek()
     shop.execute("begin")
     assert count(shop) == 10

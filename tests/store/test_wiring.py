@@ -18,7 +18,7 @@ QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
 def test_a_part_is_made_alone(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
         store.kv("cart", create=True).put(b"ann", b"3")
-        wiring = store._need_wiring()
+        wiring = store._parts
         assert set(wiring._made) == {"files", "kv"}
         store.stream("clicks", create=True).append([b"one"]).result()
         assert set(wiring._made) <= {"files", "kv", "streams", "stores"}
@@ -30,7 +30,7 @@ def test_a_part_is_made_alone(path: Path) -> None:
 
 def test_many_threads_get_one_room(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
-        wiring = store._need_wiring()
+        wiring = store._parts
         found: list[object] = []
         threads = [threading.Thread(target=lambda: found.append(wiring.worker)) for _ in range(8)]
         for each in threads:
@@ -53,7 +53,7 @@ def test_a_worker_without_upkeep_is_stopped_with_the_store(path: Path) -> None:
 
 def test_nothing_is_made_once_the_store_is_closed(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
-        wiring = store._need_wiring()
+        wiring = store._parts
         pages = wiring.pages
     with pytest.raises(quire.StoreClosed):
         _ = wiring.worker

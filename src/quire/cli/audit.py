@@ -14,7 +14,7 @@ from quire.core.json_values import plain
 from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
-    from quire.manifest.audit import AuditEntry
+    from quire.manifest.reads import AuditEntry
 
 WORDS = {
     "snapshot_created": "snapshot created",

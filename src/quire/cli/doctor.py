@@ -47,7 +47,7 @@ from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
 from quire.service.sockets import find_owner
 from quire.spark.java import find_java
-from quire.store.layout import Found, existing_config, look, objects_url, read_config
+from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
 from quire.store.object_location import NOT_NEEDED, open_place, state_beside
 from quire.store.object_location import options_of as place_options
 
@@ -113,10 +113,12 @@ def _store_findings(
     root: str, pages: Callable[[], str | None], *, named: bool, with_objects: bool
 ) -> Iterator[CheckResult]:
     yield _probed("disk", lambda: _disk(root))
-    store = _probed("store", lambda: _store(root) if named or look(OsDisk(), root) is Found.STORE else NO_STORE)
+    store = _probed(
+        "store", lambda: _store(root) if named or look(OsDisk(), root) is DirectoryState.STORE else NO_STORE
+    )
     yield store
     try:
-        is_store = look(OsDisk(), root) is Found.STORE
+        is_store = look(OsDisk(), root) is DirectoryState.STORE
     except QuireError:
         is_store = False  # the row above says why
     if not is_store:

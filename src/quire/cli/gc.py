@@ -26,9 +26,8 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
 from quire.durable.names import parse_object_key
 from quire.manifest import tables as t
-from quire.manifest.leases import leases_of
+from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import AuditAction, JobKind, JobState
-from quire.store.shares import artifact_bytes
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -122,7 +121,7 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
             job = txn.job(gate.value) if gate else None
             due[origin] = job.not_before_ms if job else 0
         # Leases are known to the owner alone: whoever only reads learns of them when the delete job was put off.
-        kept = {} if manifest.read_only else {origin: leases_of(manifest).kept_since(origin) for origin in due}
+        kept = {} if manifest.read_only else {origin: manifest.leases.kept_since(origin) for origin in due}
         zeros = [_zero(txn, key, row.value, names, grace_ms, kept.get(key[0])) for key, row in txn.scan(t.GC_ZERO)]
     zeros = [replace(zero, due_at_ms=max(zero.due_at_ms, due.get(zero.artifact.origin_db_id, 0))) for zero in zeros]
     return sorted(zeros, key=lambda zero: (zero.due_at_ms, zero.artifact))
@@ -141,16 +140,11 @@ def _zero(
     due = since_ms + grace_ms
     if kept is not None and since_ms >= kept[0]:
         due = max(due, kept[1])  # a version that is lent may need it
-    purge_after: int = 0
     if artifact.kind is ArtifactKind.LEAF:
         due = since_ms  # it has no bytes that somebody could be reading
-    elif artifact.kind is ArtifactKind.BASE and (chunk := txn.get(t.CHUNK_CATALOG, origin, number, generation)):
-        purge_after = chunk.purge_after_ms
-    elif artifact.kind is ArtifactKind.DELTA and (
-        row := txn.get(t.CHUNK_DELTA_INDEX, origin, number, generation, delta)
-    ):
-        purge_after = row.purge_after_ms
-    return Zero(artifact, names.get(origin, ""), artifact_bytes(txn, artifact), since_ms, max(due, purge_after))
+    row = txn.artifact(artifact)
+    purge_after: int = getattr(row, "purge_after_ms", 0)
+    return Zero(artifact, names.get(origin, ""), artifact_bytes(row), since_ms, max(due, purge_after))
 
 
 def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:

@@ -31,9 +31,10 @@ from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t
+from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import WalState
 from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
-from quire.store.shares import artifact_bytes, snapshots_share
+from quire.store.shares import snapshots_share
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -284,7 +285,7 @@ def _is_open(manifest: ManifestStore, version: DiffSide) -> bool:
 def _bytes(manifest: ManifestStore, difference: SnapshotDiff) -> tuple[int, int]:
     with manifest.read() as txn:
         added, removed = (
-            sum(artifact_bytes(txn, key) for key in keys) for keys in (difference.added, difference.removed)
+            sum(artifact_bytes(txn.artifact(key)) for key in keys) for keys in (difference.added, difference.removed)
         )
         return added, removed
 

@@ -17,7 +17,7 @@ from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.json_values import plain
 from quire.durable.space import measure
 from quire.jobs.stats.job import Usage, blocks, usage, with_disk
-from quire.manifest.metrics import RollingCollector, rolling
+from quire.manifest.metrics import ManifestCollector, rolling
 
 if TYPE_CHECKING:
     from quire.durable.space import Space
@@ -110,7 +110,7 @@ def metrics(
             from prometheus_client import CollectorRegistry, generate_latest
 
             registry = CollectorRegistry(auto_describe=False)
-            registry.register(RollingCollector(manifest))
+            registry.register(ManifestCollector(manifest))
             text = generate_latest(registry).decode()
             if cli.as_json:
                 return Note(text="", data={"prometheus": text})

@@ -19,7 +19,7 @@ from quire.durable.files import OsDisk
 from quire.manifest.records import DbStatus
 from quire.objects.open import open_store
 from quire.store.info import StoreReader
-from quire.store.layout import Found, check_objects_url, look
+from quire.store.layout import DirectoryState, check_objects_url, look
 
 if TYPE_CHECKING:
     from quire.service.values import DatabaseInfo, StoreInfo
@@ -50,7 +50,7 @@ def init(
     if object_store:
         check_objects_url(object_store)
         open_store(object_store).close()  # refuses what cannot work, before anything is made
-    exists = look(OsDisk(), target) is Found.STORE
+    exists = look(OsDisk(), target) is DirectoryState.STORE
     settings = StoreSettings(object_store=object_store) if object_store else None
     with quire.open(target, "r" if exists else "rw", settings=settings) as store:
         text = f"{store.path} is already a store" if exists else f"created a store in {store.path}"

@@ -4,15 +4,14 @@
         async for change in changes:
             ...
 
-Rules
-  1. Everything of the iterator (its `next`, its `close`) runs in one thread of its own, one call after another: a generator
-     never meets two threads, and a transaction opened in it stays with its thread.
-  2. Back-pressure: `next` is called when the loop asks for an item, never ahead of it.
-  3. However the loop ends (its end, `break`, an error, cancellation) the iterator is closed. If it is not busy, leaving waits
-     for that, and an error of `close` is raised. If it is blocked in `next`, cancellation does not wait: the iterator is closed
-     as soon as that `next` returns, and what it returned is dropped. A feed's `follow` has not acknowledged it: it comes again.
-  4. The thread is a daemon and does not belong to the loop's executor: an iterator that never returns holds up neither the end
-     of the loop nor that of the process.
+Everything of the iterator (its `next`, its `close`) runs in one thread of its own, one call after another: a generator never
+meets two threads, and a transaction opened in it stays with its thread. `next` is called when the loop asks for an item,
+never ahead of it. The thread is a daemon and does not belong to the loop's executor: an iterator that never returns holds up
+neither the end of the loop nor that of the process.
+
+However the loop ends (its end, `break`, an error, cancellation) the iterator is closed. If it is not busy, leaving waits for
+that, and an error of `close` is raised. If it is blocked in `next`, cancellation does not wait: the iterator is closed as
+soon as that `next` returns, and what it returned is dropped. A feed's `follow` has not acknowledged it: it comes again.
 
 Use `contextlib.aclosing`: a bare `async for` that is left early is closed only when the garbage collector comes by.
 """
@@ -70,7 +69,7 @@ class _Worker(Generic[T]):
             self._busy = answer.cancelled()  # whoever gave up does not know when the thread will be done
 
     async def close(self) -> None:
-        """Have the iterator closed, and wait for it unless it is blocked (rule 3)."""
+        """Have the iterator closed, and wait for it unless it is blocked."""
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._requests.put((answer, True))
         if not self._busy:

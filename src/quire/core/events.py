@@ -1,10 +1,7 @@
 """Structured events, through structlog, for whoever listens.
 
-Rules
-  1. A library is quiet: until the application configures structlog, only warnings and errors are shown, on stderr.
-  2. An event nobody listens to costs next to nothing, not even the import of structlog.
-
-Any thread.
+A library is quiet: until the application configures structlog, only warnings and errors are shown, on stderr. An event nobody
+listens to costs next to nothing, not even the import of structlog. Any thread.
 """
 
 from __future__ import annotations

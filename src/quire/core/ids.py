@@ -1,8 +1,7 @@
 """The identifiers everyone uses, their widths, and the checks at the door.
 
-`DbId`, `ChunkId`, `SnapshotId`, `SegmentId` and generations are u32 with 0 reserved for "none"; job ids, cursor ids, lsns
-and change sequences are u64 (M1). They are plain ints at run time: a `NewType` costs nothing on a hot path and still
-stops a chunk id from being passed where a database id belongs.
+Ids of databases, chunks, snapshots and segments, and generations, are u32 with 0 reserved for "none"; job ids, cursor ids, lsns
+and change sequences are u64 (M1).
 
     >>> u32("db_id", 7)
     7
@@ -15,22 +14,10 @@ stops a chunk id from being passed where a database id belongs.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NewType
 
 import msgspec
 
 from quire.core.errors import OutOfRange
-
-DbId = NewType("DbId", int)
-ChunkId = NewType("ChunkId", int)
-SnapshotId = NewType("SnapshotId", int)
-SegmentId = NewType("SegmentId", int)
-Generation = NewType("Generation", int)
-JobId = NewType("JobId", int)
-CursorId = NewType("CursorId", int)
-ReaderId = NewType("ReaderId", int)
-Lsn = NewType("Lsn", int)
-Sequence = NewType("Sequence", int)
 
 U16_MAX = 2**16 - 1
 U32_MAX = 2**32 - 1

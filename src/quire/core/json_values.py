@@ -46,14 +46,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, msgspec.Struct):
-        told = {"op": type(value).__name__} if value.__struct_config__.tag is not None else {}
-        return told | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        tag = {"op": type(value).__name__} if value.__struct_config__.tag is not None else {}
+        return tag | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, bytes):
         return value.hex()
     return value if isinstance(value, str | int | float | bool | None) else str(value)
@@ -88,7 +88,7 @@ def _reader(kind: Any) -> Reader:
     if origin in (list, set, frozenset) or (origin is tuple and arguments[-1:] == (...,)):
         return _many(origin, _reader(arguments[0]))
     if origin is tuple:
-        return _fixed([_reader(each) for each in arguments])
+        return _fixed([_reader(argument) for argument in arguments])
     if origin is dict and arguments[0] is str:
         return _mapping(_reader(arguments[1]))
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -164,26 +164,26 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _many(container: Any, item: Reader) -> Reader:
-    return lambda value, where: container(item(each, f"{where}[{n}]") for n, each in enumerate(_list(value, where)))
+    return lambda value, where: container(item(part, f"{where}[{n}]") for n, part in enumerate(_list(value, where)))
 
 
 def _fixed(items: list[Reader]) -> Reader:
     def read(value: Any, where: str) -> tuple[Any, ...]:
         if len(_list(value, where)) != len(items):
             raise _refuse(f"not {len(items)} values but {len(value)}", where)
-        return tuple(item(each, f"{where}[{n}]") for n, (item, each) in enumerate(zip(items, value)))
+        return tuple(item(part, f"{where}[{n}]") for n, (item, part) in enumerate(zip(items, value)))
 
     return read
 
 
 def _mapping(item: Reader) -> Reader:
     return lambda value, where: {
-        _text(key, where): item(each, f"{where}.{key}") for key, each in _object(value, where).items()
+        _text(key, where): item(part, f"{where}.{key}") for key, part in _object(value, where).items()
     }
 
 
 def _named(kind: type[Enum]) -> Reader:
-    members = {each.name.lower(): each for each in kind}
+    members = {member.name.lower(): member for member in kind}
     assert len(members) == len(kind), "two members differ only in case"
 
     def read(value: Any, where: str) -> Enum:
@@ -196,7 +196,7 @@ def _named(kind: type[Enum]) -> Reader:
 
 
 def _record(kind: type[msgspec.Struct]) -> Reader:
-    readers = {each.name: (_reader(each.type), each.required) for each in msgspec.structs.fields(kind)}
+    readers = {field.name: (_reader(field.type), field.required) for field in msgspec.structs.fields(kind)}
 
     def read(value: Any, where: str) -> msgspec.Struct:
         members, given = _object(value, where), {}
@@ -211,14 +211,14 @@ def _record(kind: type[msgspec.Struct]) -> Reader:
 
 
 def _either(kinds: tuple[Any, ...]) -> Reader:
-    """One of several: nothing or a value, or one of several tagged records, told apart by `op`."""
-    rest = [each for each in kinds if each is not NoneType]
+    """One of several: nothing or a value, or one of several tagged records, tag apart by `op`."""
+    rest = [kind for kind in kinds if kind is not NoneType]
     if len(rest) == 1:
         reader = _reader(rest[0])
         return lambda value, where: None if value is None else reader(value, where)
-    if not all(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in rest) or len(rest) < len(kinds):
-        raise TypeError(f"values of {kinds!r} cannot be told apart in JSON")
-    by_name = {each.__name__: _reader(each) for each in rest}
+    if not all(isinstance(kind, type) and issubclass(kind, msgspec.Struct) for kind in rest) or len(rest) < len(kinds):
+        raise TypeError(f"values of {kinds!r} cannot be tag apart in JSON")
+    by_name = {kind.__name__: _reader(kind) for kind in rest}
 
     def read(value: Any, where: str) -> Any:
         name = _object(value, where).get("op")

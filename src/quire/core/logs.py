@@ -1,12 +1,8 @@
 """What `core/events` tells, written for people or for machines: structlog, set up for a program of ours.
 
 A library sets up nothing: an application that uses quire configures structlog as it likes. The command line calls `configure`
-when it is asked to (`--log`, QUIRE_LOG).
-
-Rules
-  1. One event is one line on stderr: stdout belongs to what a command shows.
-  2. `json`: an object with `timestamp` (UTC, ISO 8601), `level`, `event`, the event's fields, and `trace_id` inside a trace.
-     `console`: the same for people, coloured on a terminal.
+when it is asked to (`--log`, QUIRE_LOG). One event is one line on stderr. `json`: an object with `timestamp` (UTC, ISO 8601),
+`level`, `event`, the event's fields, and `trace_id` inside a trace. `console`: the same for people, coloured on a terminal.
 
 Thread: the main one, before others write.
 """
@@ -56,6 +52,6 @@ def _stderr(*_: Any) -> Any:
 
 
 def _trace(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
-    if found := trace_id():
-        event["trace_id"] = found
+    if trace := trace_id():
+        event["trace_id"] = trace
     return event

@@ -14,18 +14,23 @@ writes a commented example
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
 from quire.core.errors import InvalidConfig
 from quire.core.limits import BATCH_OPS_MAX, GIB, KIB, MIB
-from quire.core.object_settings import ObjectSettings
+
+ENDPOINT = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
+"""A service's address. With others obstore fails at the first request, or panics."""
+
+_EXAMPLE_HINT = "`quire init` writes a commented example"
 
 
-def _require(holds: bool, message: str) -> None:
+def _require(holds: bool, message: str, hint: str = _EXAMPLE_HINT) -> None:
     if not holds:
-        raise InvalidConfig(message, hint="`quire init` writes a commented example")
+        raise InvalidConfig(message, hint=hint)
 
 
 class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -345,6 +350,39 @@ class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.retain_seconds >= 0 and self.retain_bytes >= 0, "stream: retention must not be negative")
 
 
+class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an object store is reached: the sections `objects` and `namespaces.NAME`. A directory needs none of it."""
+
+    endpoint: str = ""
+    """Of an S3-compatible service, an emulator or a private endpoint; empty: the provider's own."""
+    region: str = ""
+    """S3 only; empty: AWS_REGION, else us-east-1."""
+    allow_http: bool = False
+    """Whether an endpoint may be plain HTTP: credentials and data then travel in the clear."""
+    connect_timeout_seconds: float = 5.0
+    request_timeout_seconds: float = 60.0
+    """How long a connection may take to be made, and a request with its answer."""
+    credentials: dict[str, str] = {}
+    """By obstore's names (`access_key_id`, `secret_access_key`, `account_name` …); a value `env:NAME` is that variable's.
+    Empty: the provider's own variables (AWS_*, GOOGLE_*, AZURE_*)."""
+
+    def check(self, section: str) -> None:
+        """Refuse what cannot work, by the name of its section in quire.toml."""
+        hint = "docs/objects.md has examples"
+        timeouts = (self.connect_timeout_seconds, self.request_timeout_seconds)
+        _require(min(timeouts) > 0, f"{section}: timeouts must be above zero seconds", hint)
+        if self.endpoint:
+            example = '"https://s3.example.com" or "http://127.0.0.1:9000"'
+            _require(
+                ENDPOINT.fullmatch(self.endpoint) is not None, f"{section}.endpoint is a URL such as {example}", hint
+            )
+            _require(
+                self.allow_http or self.endpoint.startswith("https:"),
+                f"{section}.endpoint is plain HTTP: set `allow_http = true` beside it if data may travel in the clear",
+                hint,
+            )
+
+
 class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything in quire.toml."""
 
@@ -378,7 +416,7 @@ def load(text: bytes) -> StoreSettings:
     try:
         return msgspec.toml.decode(text, type=StoreSettings)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidConfig(f"quire.toml: {error}", hint="`quire init` writes a commented example") from error
+        raise InvalidConfig(f"quire.toml: {error}", hint=_EXAMPLE_HINT) from error
 
 
 EXAMPLE = """\

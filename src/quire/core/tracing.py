@@ -1,12 +1,9 @@
 """Spans for whoever traces: OpenTelemetry if the application has loaded it, nothing at all otherwise.
 
-Rules
-  1. A span that nobody records costs one look at `sys.modules`; hot paths take that look themselves, for `TRACE_API`.
-  2. Names are `Thing.deed`, attributes begin with `quire.`; docs/operations.md lists them, and a test holds the list.
-  3. The manifest writes the trace of whoever submits a batch into its change record: a change in the feed leads back to the
-     request that made it.
-  4. Between processes a trace travels as W3C's `traceparent`: `carried` on one side, `continued` on the other. What cannot be
-     read is no trace, and no error.
+A span that nobody records costs one look at `sys.modules`; hot paths take that look themselves, for `TRACE_API`. Names are
+`Thing.deed`, attributes begin with `quire.`; docs/operations.md lists them, and a test holds the list. The manifest writes
+the trace of whoever submits a batch into its change record. Between processes a trace travels as W3C's `traceparent`:
+`carried` on one side, `continued` on the other; what cannot be read is no trace, and no error.
 
 Any thread; a span belongs to the thread that opened it.
 """

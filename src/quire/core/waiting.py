@@ -5,7 +5,7 @@ lock of ours and never blocks. So waking is allowed in finalisers, under any loc
 and an exception that a signal handler raises in a sleeper leaves nothing behind. `threading.Condition` guarantees neither: its
 lock is released and taken again by Python code, and an exception in between leaves it held for ever.
 
-The one other way to wait is the doorbell of an awaited commit (`manifest/wakeups.py`); decision 036 has the measurements.
+The one other way to wait is the doorbell of an awaited commit (`manifest/guard.py`); decision 036 has the measurements.
 
 Threads: any.
 """

@@ -16,7 +16,6 @@ from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk
 from quire.jobs.locations import ArtifactLocation, OpenStore, local_name, remote_name
 from quire.jobs.runner import Runner, Runners, ThreadRunner, Tools
-from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.objects.collector import Collector
@@ -108,7 +107,7 @@ class JobContext:
 
     def place(self, txn: ReadTxn, key: ArtifactKey) -> ArtifactLocation | None:
         """Where an artifact's bytes are; `None` if the catalog does not know it."""
-        row = artifact_row(txn, key)
+        row = txn.artifact(key)
         return None if row is None else self.place_of(txn, key, row)
 
     def place_of(self, txn: ReadTxn, key: ArtifactKey, row: Any) -> ArtifactLocation:
@@ -126,18 +125,3 @@ class JobContext:
             crc64=getattr(row, "crc64", 0),
             is_announced=bool(row.suffix),
         )
-
-
-def artifact_row(txn: ReadTxn, key: ArtifactKey) -> Any:
-    """The catalog row of an artifact with bytes; `None` if there is none.
-
-    A fork's row of an inherited segment is none: the bytes are described once, at the origin (M6).
-    """
-    if key.kind is ArtifactKind.BASE:
-        return txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
-    if key.kind is ArtifactKind.DELTA:
-        return txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
-    if key.kind is ArtifactKind.WAL:
-        row = txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
-        return row if row is not None and row.origin_db_id == key.origin_db_id else None
-    return None

@@ -30,8 +30,7 @@ from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.stream_checkpoint.job import unpublished
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
-from quire.manifest.leases import leases_of
-from quire.manifest.ops.audit import PruneAudit
+from quire.manifest.ops.databases import PruneAudit
 from quire.manifest.ops.local import PruneIdempotency
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbStatus, JobKind, WalState
@@ -52,7 +51,7 @@ PRUNED_PER_ROUND = 10_000
 BUNDLE_EVERY_MS = 86_400_000
 """Between two bundle jobs: a listing for each stream."""
 
-MakeSnapshot = Callable[[int, str, dict[str, str]], None]
+MakeSnapshot = Callable[[int, str, dict[str, str]], object]
 """Makes a scheduled snapshot: (database, name, tags). An engine with an open segment seals it first."""
 
 
@@ -219,7 +218,7 @@ class Upkeep:
 
     def _leases(self, done: Round) -> None:
         done.leases_lost += self._ctx.manifest.jobs.expire()
-        leases_of(self._ctx.manifest).expire()
+        self._ctx.manifest.leases.expire()
 
     def _deletions(self, done: Round) -> None:
         """Work without a job: batches that were built by hand, jobs that were cancelled."""

@@ -59,7 +59,7 @@ from quire.lsm.projection import KvProjection
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
-from quire.manifest.leases import Lent, leases_of
+from quire.manifest.leases import LentVersion
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
@@ -264,7 +264,7 @@ class KvEngine:
             try:
                 lsn = copy_live(kv, target, self._owner(db_id), number)
                 tables = FrozenCopy(target, self._owner(db_id), number, lsn).state(self._disk).sstables
-                lease_id = leases_of(self._manifest).hold([Lent(db_id, lsn, number)], seconds)
+                lease_id = self._manifest.leases.hold([LentVersion(db_id, lsn, number)], seconds)
             except Exception:
                 remove_home(self._disk, target)
                 raise
@@ -368,7 +368,7 @@ class KvEngine:
             except FileNotFoundError:
                 return 0
             with self._manifest.read() as txn:
-                leases = leases_of(self._manifest)
+                leases = self._manifest.leases
                 live = {
                     db_id: {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
                     | leases.copies(db_id)

@@ -23,7 +23,7 @@ from quire.core.errors import QuireError
 from quire.core.events import emit
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
-from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
+from quire.manifest.ops.databases import FoldLsm, RecordLsmEnds
 from quire.manifest.records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.store import ManifestStore
 

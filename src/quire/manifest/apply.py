@@ -2,17 +2,15 @@
 
 Terms
   group     the batches of one transaction, as guards
-  run       consecutive batches of a group that consist of one kind of logged operation, or of local ones: what pipelines send,
-            with an acknowledgement now and then in between
+  run       consecutive batches of a group that consist of one kind of logged operation, or of local ones: what pipelines
+            send, with an acknowledgement now and then in between
 
-Rules
-  1. Batches are applied in order; each sees those before it. A batch that raises fails alone, with its own error.
-  2. Every batch with logged operations gets the next sequence, one change record, and the next generation of every component
-     it touched; batches with only local ones get neither.
-  3. A batch whose idempotency key has been used is not applied: it gets the first answer (M11).
-  4. A group of few runs takes a short way; if anything in it fails it is done again the long way, which finds the culprit.
+Batches are applied in order; one that raises fails alone, with its own error. Every batch with logged operations gets the
+next sequence, one change record, and the next generation of every component it touched; batches with only local ones get
+neither.
 
-Pure but for the overlay and the guards it is given; called by the writer thread alone.
+A group of few runs takes a short way; if anything in it fails it is done again the long way, which finds the culprit. Pure
+but for the overlay and the guards it is given; called by the writer thread alone.
 """
 
 from __future__ import annotations

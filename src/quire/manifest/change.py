@@ -1,13 +1,9 @@
 """The values of the change feed: one record (what one batch did), its form in JSON, a page of them, a cursor.
 
-The bytes are those of every msgpack table (u16 version + array); the operations are the very values that were applied,
-each as an array that begins with its tag, so a subscriber replays them without special adapters (the change-feed document).
-Layout: docs/formats/manifest.md. The form in JSON is described in docs/feed.md.
-
-Rules
-  1. `change_from_json(change_json(record)) == record`, and the same through text: nothing is lost on the way.
-  2. The form is stable as the bytes are: operations and fields keep their names, new ones are added at the end. Readers ignore
-     fields they do not know; `change_from_json` does, and gives missing ones their defaults.
+The bytes are those of every msgpack table (u16 version + array); the operations are the very values that were applied, each
+as an array that begins with its tag, so a subscriber replays them without special adapters. Layout: docs/formats/manifest.md;
+the form in JSON: docs/feed.md. It is as stable as the bytes are: operations and fields keep their names, new ones are added
+at the end, readers ignore what they do not know. `change_from_json(change_json(record)) == record`, through text too.
 
 Pure functions, any thread. `change_from_json` raises `InvalidInput` that says where.
 """
@@ -38,7 +34,7 @@ class ChangeRecord(Record, frozen=True):
     trace_id: str = ""
 
 
-CHANGE_LOG = t.Table("change_log", (("sequence", "u64"),), ChangeRecord, t.Policy.LOCAL, "committed batches, in order")
+CHANGE_LOG = t.Table("change_log", "sequence u64", ChangeRecord, t.Policy.LOCAL, "committed batches, in order")
 
 
 def decode_changes(raws: list[bytes]) -> list[ChangeRecord]:
@@ -78,16 +74,7 @@ class CursorInfo(msgspec.Struct, frozen=True):
     def of(cls, cursor_id: int, row: CursorRecord, bounds: tuple[int, int]) -> CursorInfo:
         """What the row of a cursor says, within these bounds."""
         return cls(
-            cursor_id,
-            row.name,
-            row.state,
-            row.acked_sequence,
-            *bounds,
-            row.created_at_ms,
-            row.updated_at_ms,
-            row.ttl_ms,
-            row.max_lag,
-            row.lost_reason,
+            cursor_id=cursor_id, oldest_sequence=bounds[0], head_sequence=bounds[1], **msgspec.structs.asdict(row)
         )
 
     @property

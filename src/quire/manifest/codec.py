@@ -2,14 +2,12 @@
 
 Terms
   msgpack body   the record as a msgpack array: compact, evolvable by appending fields
-  packed body    a fixed little-endian struct, for tables that hold millions of rows of plain numbers: numpy decodes a
-                 whole column of them without a loop (docs/decisions/002-packed-rows.md)
+  packed body    a fixed little-endian struct, for tables that hold millions of rows of plain numbers: numpy decodes a whole
+  column of them without a loop (docs/decisions/002-packed-rows.md)
 
-Rules
-  1. `decode(encode(record)) == record`.
-  2. A msgpack body of an older version decodes, with defaults for what it lacks; a packed body has one layout, so changing
-     it takes a migration. A body of a newer version raises `FormatTooNew`.
-  3. Bytes that are no record raise `ManifestDamaged`, never a codec's own error.
+A msgpack body of an older version decodes, with defaults for what it lacks; a packed body has one layout, so changing it
+takes a migration. A body of a newer version raises `FormatTooNew`; bytes that are no record raise `ManifestDamaged`, never a
+codec's own error.
 
 Pure functions, any thread (msgspec coders are reentrant for our use: no hooks). Layouts: docs/formats/manifest.md.
 """
@@ -101,10 +99,10 @@ def _packed_coders(
 
     def decode(raw: bytes) -> R:
         try:
-            found, *values = unpack(raw)
+            stored, *values = unpack(raw)
         except struct.error as error:
             raise _damaged(raw, record_type, str(error)) from error
-        if found != version:
+        if stored != version:
             _refuse_newer(raw, version, record_type)
         return record_type(*values)
 
@@ -114,15 +112,15 @@ def _packed_coders(
 def _refuse_newer(raw: bytes, known: int, record_type: type[Any]) -> None:
     if len(raw) < VERSION.size:
         raise _damaged(raw, record_type, "shorter than its version")
-    (found,) = VERSION.unpack_from(raw)
-    if found > known:
+    (stored,) = VERSION.unpack_from(raw)
+    if stored > known:
         raise FormatTooNew(
             f"a {record_type.__name__} was written by a newer quire",
             hint="upgrade quire to open this store",
-            found=found,
+            found=stored,
             known=known,
         )
-    if found == 0:
+    if stored == 0:
         raise _damaged(raw, record_type, "version 0 does not exist")
 
 

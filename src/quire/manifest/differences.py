@@ -1,8 +1,5 @@
-"""What differs between two versions of a database, from keys alone.
-
-Rules
-  1. What two versions share they share by key: a leaf, a chain or a segment with the same key is equal without being read.
-  2. Pages are an upper bound: a chunk that was rewritten may hold the same bytes as before.
+"""What differs between two versions of a database, from keys alone: a leaf, a chain or a segment with the same key is equal
+without being read. Pages are an upper bound: a chunk that was rewritten may hold the same bytes as before.
 
 Pure functions over one read transaction.
 """
@@ -127,7 +124,7 @@ def _pages(txn: ReadTxn, slot: int, before: Chain, after: Chain) -> tuple[int, .
     for link in (*before, *after):
         if link not in shared:
             key = link.artifact(slot)
-            row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+            row = txn.artifact(key)
             if row is None or not row.dirty_pages:
                 return None
             try:

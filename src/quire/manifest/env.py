@@ -2,23 +2,18 @@
 
 Terms
   map    the address range LMDB may use; reserved large at open, so growing is the emergency path (M4)
-  gate   what keeps read transactions of this process away from `set_mapsize` and `close` (see `env_gate.py`)
+  gate   what keeps read transactions of this process away from `set_mapsize` and `close` (`env_gate.py`)
   slot   a place in LMDB's table of readers, shared by all processes
 
-Rules
-  1. One environment per process and file; only the owner opens it for writing, only the owner grows the map.
-  2. A read transaction passes the gate when it begins and again when it ends, and so does whatever else touches LMDB outside
-     the writer thread. The map is replaced, and the environment closed, when nobody is inside.
-  3. Every LMDB error leaves this module as one of ours, with what to do (completeness is tested).
-  4. A file that is too short for the pages its meta page names is refused before LMDB touches them: reading beyond the end
-     of a mapped file is SIGBUS, not an error.
-  5. After fork() the child's environment is dead: LMDB's locks and slots belong to the parent (M12). The child neither ends
-     transactions nor closes the environment, nor lets Python do so: the table of slots is shared memory, so it would end
-     those of the parent, and it would wait for ever for calls that were under way in threads it does not have.
-  6. Closing waits a moment for readers. Those that stay hear `StoreClosed` from then on.
+One environment per process and file. Only the owner opens it for writing and grows the map. Whatever touches LMDB outside the
+writer thread passes the gate first; the map is replaced, and the environment closed, when nobody is inside.
 
-Threads: any thread may read; write transactions are begun by the writer thread alone.
-Raises `ManifestDamaged`, `StoreNotFound`, `NotWritable`, `TooManyReaders`, `DiskFull`, `StorageFault`, `StoreClosed`.
+After fork() the child's environment is dead (M12): it neither ends transactions nor closes the environment, nor lets Python
+do so. LMDB's table of slots is shared memory, so it would end those of the parent, and it would wait for ever for calls that
+were under way in threads it does not have.
+
+Threads: any thread may read; write transactions are begun by the writer thread alone. Every LMDB error leaves this module as
+one of ours: `ManifestDamaged`, `StoreNotFound`, `NotWritable`, `TooManyReaders`, `DiskFull`, `StorageFault`, `StoreClosed`.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ import resource
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lmdb
 import msgspec
@@ -52,11 +47,13 @@ from quire.core.errors import (
 from quire.core.events import emit_safely
 from quire.core.limits import GIB, MIB
 from quire.durable.files import FULL_ERRNOS, too_many_open_files
-from quire.manifest.env_gate import Gate, Ticket, Visitor
+from quire.manifest.env_gate import MapGate, Ticket, Visitor
 from quire.manifest.tables import TABLES
 
 if TYPE_CHECKING:
     from quire.core.settings import ManifestSettings
+
+T = TypeVar("T")
 
 TABLES_MAX = 96
 """Named databases LMDB makes room for: three times today's, because the number is fixed at open."""
@@ -76,7 +73,7 @@ _NO_FORK = "open the store after the fork, or start the process in another way (
 
 
 def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
-    """What an LMDB error means for the caller (rule 3)."""
+    """What an LMDB error means for the caller."""
     if _ALREADY_OPEN in str(error):
         return StoreLocked("this process has the manifest open already", hint="use the store you have", path=path)
     if isinstance(error, lmdb.MapFullError):
@@ -151,7 +148,7 @@ class ManifestEnv:
         self.path = path
         self.settings = settings
         self.write = write
-        self.gate = Gate()
+        self.gate = MapGate()
         self._closed: tuple[str, str] | None = None
         """Why nothing is begun any more, and what to do."""
         self._is_over = False
@@ -223,8 +220,8 @@ class ManifestEnv:
             raise ManifestDamaged("the manifest is empty", hint=_RESTORE, path=self.path)
 
     def _refuse_truncated(self) -> None:
-        """Refuse a file too short for its pages. Pages freed before they were ever written may lawfully lie beyond the
-        end: then LMDB's verifier decides."""
+        """Refuse a file too short for the pages its meta page names: reading beyond the end of a mapped file is SIGBUS, not an
+        error. Pages freed before they were ever written may lie beyond the end: then LMDB's verifier decides."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         present = os.stat(self.path).st_size
         if present >= needed:
@@ -261,6 +258,27 @@ class ManifestEnv:
         except lmdb.Error as error:
             raise self.explain(error) from error
 
+    def transact(self, change: Callable[[Any], T]) -> T:
+        """What `change` returns, which is called with a write transaction that is durable afterwards.
+
+        A full map is grown and the change made again. For whoever writes without the writer: migrations and replicas.
+        """
+        while True:
+            txn = self.begin_write()
+            try:
+                result = change(txn)
+                txn.commit()
+                return result
+            except lmdb.MapFullError:
+                txn.abort()
+                self.grow()
+            except lmdb.Error as error:
+                txn.abort()
+                raise self.explain(error) from error
+            except BaseException:
+                txn.abort()
+                raise
+
     def begin_read(self, owner: Visitor) -> tuple[lmdb.Transaction, Ticket]:
         """A snapshot, and the ticket to give back to `end_read`. Its place at the gate is free once `owner` is gone."""
         while True:
@@ -290,14 +308,14 @@ class ManifestEnv:
     def end_read(self, txn: lmdb.Transaction, ticket: Ticket) -> None:
         """End a snapshot; again does no harm."""
         try:
-            if not self._is_over:  # else it has ended with the environment, or it is the parent's (rule 5)
+            if not self._is_over:  # else it has ended with the environment, or it is the parent's
                 txn.abort()
         finally:
             self.gate.leave(ticket)
 
     @contextmanager
     def _inside(self) -> Iterator[lmdb.Environment]:
-        """LMDB's environment for calls that have no transaction of ours (rule 2)."""
+        """LMDB's environment for calls that have no transaction of ours."""
         self._check()
         guest = _Guest()
         ticket = self.gate.enter(guest)
@@ -387,7 +405,7 @@ class ManifestEnv:
         self._is_over = True
 
     def _cut_off(self) -> None:
-        """Close under transactions that stay (rule 6).
+        """Close under transactions that stay: they raise `StoreClosed` from then on.
 
         py-lmdb's `close` marks them, then waits for calls under way, but only once: a thread between two steps of one call
         goes on to read memory that is no longer mapped, and the process dies. Its `set_mapsize` waits until there is none,
@@ -398,14 +416,14 @@ class ManifestEnv:
         self._env.close()
 
     def _forked(self) -> None:
-        """Drop the environment in a forked child without touching LMDB: slots and locks are the parent's (rule 5)."""
+        """Drop the environment in a forked child without touching LMDB: slots and locks are the parent's."""
         visitors = self.gate.visitors()
         _keep_for_ever((self._env, *visitors))
         if not self._is_over:
             _inherited.add(os.path.realpath(self.path))
         self._closed = ("the manifest belongs to the parent of this fork()", _NO_FORK)
         self._is_over = True
-        self.gate = Gate()
+        self.gate = MapGate()
         for visitor in visitors:
             visitor.abandon()
         for hook in self.fork_hooks:
@@ -432,7 +450,7 @@ _inherited: set[str] = set()
 
 
 class _Knot(msgspec.Struct, gc=False):
-    """Holds on to itself, out of the garbage collector's sight: never freed, not even when Python ends (rule 5)."""
+    """Holds on to itself, out of the garbage collector's sight: never freed, not even when Python ends."""
 
     held: object
     itself: _Knot | None = None

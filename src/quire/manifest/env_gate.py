@@ -5,15 +5,10 @@ Terms
   ticket    a visitor's place; it falls free with `leave`, or with the visitor itself
   alone     nobody is inside, nobody gets in: for `set_mapsize` and `close`, which are fatal for a live transaction
 
-Rules
-  1. Entering and leaving take no lock: a lock could be held when a thread forks or a signal strikes. A visitor first takes its
-     place and then looks whether somebody wants to be alone; that one first says so and then looks who is inside. Whatever the
-     order, one of them sees the other. (Each step is one operation under the GIL.)
-  2. A ticket refers to its visitor weakly. A visitor that was lost (garbage, an exception in its constructor) leaves by
-     itself, at the next look of whoever waits.
-  3. One is alone at a time; the turnstile is the lock of that one, and where visitors wait meanwhile.
-  4. A thread that is inside may come in again: it would otherwise wait for one that waits for it. And whoever wants to be
-     alone does not wait for visitors of its own thread: they cannot leave.
+Entering and leaving take no lock: a lock could be held when a thread forks or a signal strikes. A visitor first takes its
+place and then looks whether somebody wants to be alone; that one first says so and then looks who is inside. Whatever the
+order, one of them sees the other. (Each step is one operation under the GIL.) One is alone at a time; the turnstile is the
+lock of that one, and where visitors wait meanwhile.
 
 Any thread. Raises `TimedOut`.
 """
@@ -30,7 +25,7 @@ from quire.core.errors import TimedOut
 from quire.core.waiting import Waiters
 
 LOOK_SECONDS = 0.05
-"""How soon visitors that left by themselves are noticed (rule 2)."""
+"""How soon visitors that left by themselves are noticed."""
 
 
 class Visitor(Protocol):
@@ -50,7 +45,7 @@ class Ticket(weakref.ref[Visitor]):
     is_reported: bool
 
 
-class Gate:
+class MapGate:
     """Knows who is inside; `exclusive` waits until nobody is, and keeps everyone out for the length of a call."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The change feed: everything that was committed, in order, for whoever subscribes (the change-feed document).
+"""The change feed: everything that was committed, in order, for whoever subscribes.
 
 Terms
   cursor    a subscriber: what it has acknowledged is its position, durable across restarts; a name finds it again
@@ -6,40 +6,49 @@ Terms
   policy    when a cursor is given up: a time without acknowledgement, or a lag; both off unless asked for
   filtered  only what concerns some databases or tables (`op_effects.py`); what is left out counts as seen
 
-Rules
-  1. A cursor sees every change after its position, in order, at least once; exactly once if it stores the sequence together
-     with its own effect and continues from there (`after`).
-  2. Nothing a live cursor has not acknowledged is trimmed. A cursor that is given up is `lost`, and says so when it is used.
-  3. Never a silent gap: whoever asks for what is no longer kept, or for what was never given, is told.
-  4. Without live cursors the log is kept within `feed.retain_seconds` and `feed.retain_bytes` (M9): by `prune`, which whoever
-     opens a store calls, and `maintain` once a minute.
-  5. Trimming goes in commits of its own, one at a time, on a thread of its own: writers interleave. What an owner left
-     behind is trimmed by the next one, when it opens the store.
-  6. Pages are bounded in records looked at and in bytes: a transaction is for a moment (M4), and memory is finite.
+A cursor sees every change after its position, in order, at least once; exactly once if it stores the sequence together with
+its own effect and continues from there (`after`). Never a silent gap: whoever asks for what is no longer kept, or for what
+was never given, is told.
 
-Threads: any. In a process that only reads, registering and acknowledging raise `ReadOnly`; fetching and waiting work.
-Raises `UnknownCursor`, `CursorLost`, `OutOfRange` (beyond the head), `TimedOut`; of filters `UnknownDatabase`, `InvalidInput`.
+Nothing a live cursor has not acknowledged is trimmed; one that is given up is `lost`, and says so when it is used. Without
+live cursors the log is kept within `feed.retain_seconds` and `feed.retain_bytes` (M9). Pages are bounded in records looked at
+and in bytes: a transaction is for a moment (M4), and memory is finite.
+
+Threads: any. In a process that only reads, registering and acknowledging raise `ReadOnly`; fetching and waiting work. Raises
+`UnknownCursor`, `CursorLost`, `OutOfRange` (beyond the head), `TimedOut`; of filters `UnknownDatabase`, `InvalidInput`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import select
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, Self
 
-from quire.core.errors import InvalidInput, ManifestDamaged, QuireError, TimedOut, UnknownCursor
+from quire.core.errors import (
+    CursorLost,
+    InvalidInput,
+    ManifestDamaged,
+    OutOfRange,
+    QuireError,
+    TimedOut,
+    UnknownCursor,
+)
 from quire.core.events import emit
+from quire.core.limits import MIB, SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings
+from quire.core.waiting import SLEEP_SECONDS_MAX
 from quire.manifest import tables as t
-from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord
+from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord, decode_changes
 from quire.manifest.change import CursorInfo as CursorInfo
 from quire.manifest.change import Start as Start
-from quire.manifest.feed_pages import PAGE_RECORDS, check_position, committed_at, find_cursor, followed, read_page
 from quire.manifest.op_effects import ChangeFilter, Names
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.cursors import (
@@ -51,10 +60,10 @@ from quire.manifest.ops.cursors import (
     ResumeCursor,
     RetainChanges,
     TrimChanges,
+    lost,
 )
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import CursorState, MetaRecord
-from quire.manifest.wakeups import FileWatch
+from quire.manifest.records import CursorRecord, CursorState
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -72,13 +81,27 @@ PIECE_SECONDS = 0.2
 LAG_REPORTED = 100_000
 """Changes behind which a cursor is reported, once each time it gets there."""
 
+SKIPPED_SECONDS = 1.0
+"""How long a filtered follower may sit on changes that it skipped before it acknowledges them: a commit for each of them would
+double the work of a busy writer."""
+
+PAGE_RECORDS = 256
+"""Records in a page unless asked otherwise."""
+
+PAGE_BYTES = 16 * MIB
+"""A page ends with the record that passes this: a record may have 65,536 operations."""
+
+IN_MODIFY = 0x2
+"""From <sys/inotify.h>: the file was written to."""
+
 
 class ChangeFeed:
     """The feed of one manifest: `manifest.feed`."""
 
-    def __init__(self, manifest: ManifestStore, settings: FeedSettings) -> None:
+    def __init__(self, manifest: ManifestStore) -> None:
         self._manifest = manifest
-        self._settings = settings
+        self.settings = FeedSettings()
+        """Set once, by whoever opens the store."""
         self._lagging: set[int] = set()
         self._measured = 0
         """The head when the bytes of the log were last added up."""
@@ -87,14 +110,12 @@ class ChangeFeed:
         self._tail = 0
         """Rows below the oldest sequence that the trimmer has yet to remove."""
         self._trimmer: threading.Thread | None = None
-        if not manifest.read_only:
-            self._trim_behind()
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def store_id(self) -> str:
         """Whose feed this is."""
         with self._manifest.read() as txn:
-            return (txn.get(t.META, "store_id") or MetaRecord()).text
+            return txn.store_id()
 
     def head(self) -> int:
         """The last sequence that was committed; 0 before the first."""
@@ -118,10 +139,6 @@ class ChangeFeed:
         return {
             cursor.name or cursor.cursor_id: cursor.lag for cursor in self.cursors() if cursor.state is CursorState.LIVE
         }
-
-    def oldest_lag(self) -> int:
-        """How many changes wait for the cursor that is furthest behind: it is the one that holds the log."""
-        return max(self.lag().values(), default=0)
 
     def fetch(
         self,
@@ -186,12 +203,12 @@ class ChangeFeed:
     def acknowledge(self, cursor: int | str, upto: int) -> None:
         """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
         self._manifest.submit([AcknowledgeChanges(self.cursor(cursor).cursor_id, upto)]).result()
-        self._trim_behind()
+        self.trim_behind()
 
     def drop(self, cursor: int | str) -> None:
         """The subscriber leaves for good."""
         self._manifest.submit([DropCursor(self.cursor(cursor).cursor_id)]).result()
-        self._trim_behind()
+        self.trim_behind()
 
     def resume(self, cursor: int | str) -> CursorInfo:
         """Let a lost cursor go on where it stood, or with the oldest change that is kept. What is between, it misses."""
@@ -268,7 +285,7 @@ class ChangeFeed:
             return  # where a cursor stands is not known: until it is mended everything stays
         if keep_from > oldest:
             self._manifest.submit([RetainChanges(keep_from)]).result()
-        self._trim_behind()
+        self.trim_behind()
 
     def _report_lag(self, cursor: CursorInfo, threshold: int) -> None:
         """Once for each time a cursor falls behind: what it has not read cannot be trimmed."""
@@ -288,7 +305,7 @@ class ChangeFeed:
     def _retained_from(self, txn: ReadTxn, now_ms: int) -> int:
         """The first sequence that retention keeps; 0 if it keeps all."""
         oldest, head = txn.feed_bounds()
-        horizon = now_ms - int(self._settings.retain_seconds * 1000)
+        horizon = now_ms - int(self.settings.retain_seconds * 1000)
         log = range(oldest, head + 1)  # in which times only rise
         keep = oldest + bisect_left(log, horizon, key=lambda sequence: committed_at(txn, sequence))
         if keep <= head:
@@ -299,29 +316,26 @@ class ChangeFeed:
         """The first sequence from which on the log is within its bytes. To add them up takes seconds: only if need be."""
         pages = txn._txn.stat(db=self._manifest.env.handles[CHANGE_LOG.name])
         used = (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"]) * pages["psize"]
-        if used <= self._settings.retain_bytes or head - self._measured < (head - oldest) // 64:
+        if used <= self.settings.retain_bytes or head - self._measured < (head - oldest) // 64:
             return oldest
         self._measured, used, keep = head, 0, head + 1
         for key, raw in islice(txn.raw_scan_back(CHANGE_LOG), head + 1 - oldest):
             used += len(key) + len(raw)
-            if used > self._settings.retain_bytes:
+            if used > self.settings.retain_bytes:
                 break
             keep -= 1
         return keep
 
-    def has_tail(self) -> bool:
-        """Whether rows below the oldest sequence are still on disk."""
-        return self._tail_rows() > 0
-
-    def _tail_rows(self) -> int:
+    def tail_rows(self) -> int:
+        """How many rows below the oldest sequence are still on disk."""
         with self._manifest.read() as txn:
             first = next(txn.raw_scan(CHANGE_LOG), None)
             oldest = txn.feed_bounds()[0]
         return 0 if first is None else max(oldest - CHANGE_LOG.key.unpack(first[0])[0], 0)
 
-    def _trim_behind(self) -> None:
-        """Have the rest of the tail removed, if there is any (rule 5)."""
-        if not (rows := self._tail_rows()):
+    def trim_behind(self) -> None:
+        """Have the rest of the tail removed, if there is any."""
+        if not (rows := self.tail_rows()):
             return
         with self._trim_lock:
             self._tail = rows
@@ -347,3 +361,182 @@ class ChangeFeed:
 
 def _timed_out(seconds: float | None) -> TimedOut:
     return TimedOut("timed out waiting for a change", hint="it may still come", seconds=seconds)
+
+
+# ── pages of the log ──────────────────────────────────────────────────────────────────────────────────────────────────
+def read_page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, only: ChangeFilter | None) -> ChangePage:
+    """At most `limit` changes after a cursor's position, or after `after`."""
+    if limit < 1 or (after is not None and after < 0):
+        raise InvalidInput("a page has at least one record, and no sequence is negative", limit=limit, after=after)
+    cursor_id, row = find_cursor(txn, cursor)
+    if row.state is CursorState.LOST:
+        raise lost(cursor_id, row)
+    bounds = txn.feed_bounds()
+    position = row.acked_sequence if after is None else after
+    check_position(position, bounds, cursor)
+    changes, following = _read(txn, position + 1, limit, only)
+    if following == position + 1 <= bounds[1]:
+        raise _gap(following, None)
+    return ChangePage(tuple(changes), following, *bounds)
+
+
+def check_position(position: int, bounds: tuple[int, int], cursor: int | str) -> None:
+    """Refuse a position whose changes are no longer kept, or that the feed has not reached."""
+    oldest, head = bounds
+    if position < oldest - 1:
+        raise CursorLost(
+            f"the changes {position + 1:,} to {oldest - 1:,} are no longer kept",
+            hint="start again from a snapshot or a copy, and follow the feed from its position",
+            cursor=cursor,
+            position=position,
+            oldest_sequence=oldest,
+        )
+    if position > head:
+        raise OutOfRange(
+            "the feed has not come this far",
+            hint="was the store restored from a backup? Then its consumers must be, too",
+            position=position,
+            head_sequence=head,
+        )
+
+
+def _read(txn: ReadTxn, first: int, limit: int, only: ChangeFilter | None) -> tuple[list[ChangeRecord], int]:
+    """Changes from `first` on, and the sequence behind the last one that was looked at."""
+    rows, changes, following, used = txn.raw_scan(CHANGE_LOG, start=(first,)), list[ChangeRecord](), first, 0
+    step = min(limit if only is None else max(limit, PAGE_RECORDS), SCAN_ROWS_MAX)
+    while len(changes) < limit and following - first < SCAN_ROWS_MAX and used <= PAGE_BYTES:
+        keys: list[bytes] = []
+        raws: list[bytes] = []
+        for key, raw in islice(rows, step):
+            keys.append(key)
+            raws.append(raw)
+            used += len(raw)
+            if used > PAGE_BYTES:
+                break
+        if not raws:
+            break
+        records = decode_changes(CHANGE_LOG.rows.opened_all(keys, raws))
+        following += len(records)
+        if records[-1].sequence != following - 1:
+            raise _gap(following - 1, records[-1].sequence)
+        changes += records if only is None else [passed for passed in map(only.of, records) if passed is not None]
+    if len(changes) > limit:
+        del changes[limit:]
+        following = changes[-1].sequence + 1
+    return changes, following
+
+
+def _gap(expected: int, found: int | None) -> ManifestDamaged:
+    return ManifestDamaged("the log has a gap", hint="run `quire manifest check`", expected=expected, found=found)
+
+
+def committed_at(txn: ReadTxn, sequence: int) -> int:
+    """When a change was committed."""
+    record = txn.get(CHANGE_LOG, sequence)
+    if record is None:
+        raise _gap(sequence, None)
+    return record.committed_at_ms
+
+
+def find_cursor(txn: ReadTxn, cursor: int | str) -> tuple[int, CursorRecord]:
+    """Id and row of a cursor, by id or name."""
+    cursor_id = cursor
+    if isinstance(cursor, str):
+        index = txn.get(t.CURSOR_NAMES, cursor) if cursor else None
+        cursor_id = index.value if index else 0
+    row = txn.get(t.CHANGE_CURSORS, cursor_id)
+    if row is None:
+        raise UnknownCursor(
+            "no such change cursor", hint="`feed.cursors()` lists them; register one first", cursor=cursor
+        )
+    return int(cursor_id), row
+
+
+class FollowedFeed(Protocol):
+    """The feed of a store, here or at the other end of a connection."""
+
+    def acknowledge(self, cursor: int | str, upto: int, /) -> None: ...
+
+    def wait(self, after: int, timeout: float | None = None, /) -> int: ...
+
+
+def followed(
+    feed: FollowedFeed,
+    name: str,
+    enter: Callable[[], int],
+    fetch: Callable[[int], ChangePage],
+    *,
+    after: int | None,
+    limit: int,
+    timeout: float | None,
+) -> Generator[ChangeRecord, None, None]:
+    """Changes for ever, or until none comes for `timeout` seconds, each acknowledged once the caller is done with it.
+
+    `enter` registers a new follower and returns its acknowledged position, `fetch` the page behind a position. Changes that a
+    filter leaves out are acknowledged now and then.
+    """
+    acked = enter()
+    done = acked if after is None else after
+    quiet_since = acked_at = time.monotonic()
+    try:
+        while True:
+            page = fetch(done)
+            for change in page.changes:
+                yield change
+                done = change.sequence
+            done, now = page.next_sequence - 1, time.monotonic()
+            if page.changes:
+                quiet_since = now
+            elif page.at_head and timeout is not None and now >= quiet_since + timeout:
+                return
+            if done > acked and (page.changes or done - acked >= limit or now >= acked_at + SKIPPED_SECONDS):
+                feed.acknowledge(name, done)
+                acked, acked_at = done, now
+            if page.at_head:
+                moments = [] if timeout is None else [quiet_since + timeout]
+                moments += [acked_at + SKIPPED_SECONDS] if done > acked else []
+                with suppress(TimedOut):  # the next page is empty, and says what is due
+                    feed.wait(done, max(min(moments) - now, 0) if moments else None)
+    finally:
+        if done > acked:
+            feed.acknowledge(name, done)
+
+
+class FileWatch:
+    """Wakes its owner when any process of this machine writes to a file. Use it as a context manager.
+
+    Where inotify cannot be had (another system, no watches left) it only sleeps: whoever waits looks now and then anyway.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = -1
+        libc = ctypes.CDLL(None)
+        with suppress(AttributeError):
+            self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+            if self._fd >= 0 and libc.inotify_add_watch(self._fd, os.fsencode(path), IN_MODIFY) < 0:
+                self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hear no more; again does no harm."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def sleep(self, timeout: float) -> bool:
+        """Until the file is written to; False if the timeout ended first."""
+        if self._fd < 0:
+            time.sleep(timeout)
+            return False
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        if not poll.poll(min(max(timeout, 0), SLEEP_SECONDS_MAX) * 1000):
+            return False
+        with suppress(BlockingIOError):
+            os.read(self._fd, 65_536)  # what happened does not matter, only that it did
+        return True

@@ -3,22 +3,28 @@
 Terms
   batch     operations that commit together or not at all
   receipt   what a committed batch led to: its sequence in the feed and the generations of the components it touched
+  doorbell  an eventfd at which one thread sleeps
 
-Rules
-  1. A guard resolves only after the transaction that holds its batch is durable.
-  2. Light by design (M3): a guard nobody waits for has no lock and no event. The first thread that waits for one leaves its
-     own doorbell with it, and the writer rings that. Everyone else (further threads, threads that get no doorbell, asyncio,
-     waiters for a generation) shares one bell, rung once per commit.
-  3. Nothing of a caller runs on the writer thread; waiting on it raises `WrongThread`.
-  4. A wait may end with an exception at any point (a timeout, a signal handler's): it leaves no trace in bell and guard.
-     Whoever waits first leaves its mark and then looks, the writer first acts and then looks for marks: no lock is needed.
+A guard resolves only after the transaction that holds its batch is durable. Nothing of a caller runs on the writer thread, and
+waiting on it raises `WrongThread`.
+
+Light by design (M3): a guard nobody waits for has no lock and no event. The first thread that waits for one leaves its own
+doorbell with it, and the writer rings that. Everyone else (further threads, threads that get no doorbell, asyncio, or a wait
+for a generation) shares one bell, rung once per commit.
+
+A wait may end with an exception at any point (a timeout, a signal handler's): it leaves no trace in bell and guard. A waiter
+first leaves its mark and then looks, the writer first acts and then looks for marks: no lock is needed.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +32,6 @@ import msgspec
 from quire.core.errors import QuireError, TimedOut, WrongThread
 from quire.core.waiting import SLEEP_SECONDS_MAX, Waiters
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.wakeups import Doorbell, mine
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,6 +61,69 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     def generations(self) -> dict[Component, int]:
         """The generation each touched component has reached."""
         return {Component(component): generation for component, generation in _pairs(self.touched, self.reached)}
+
+
+class Doorbell:
+    """Wakes the one thread that sleeps at it. Any thread may ring.
+
+    Not a lock: a thread woken by `lock.release()` finds the GIL still held by the one that woke it and goes to sleep a second
+    time; one that sleeps in `read` of an eventfd wakes while the waker is itself in a system call. Measured on two cores, one
+    round trip between two idle threads takes 70 µs with locks and 6 µs with doorbells; an awaited commit gets 3 % quicker.
+    Everything else waits at the rings of `core/waiting.py`.
+
+    Rings are counted, not queued: sleepers check their condition after every wake-up, and may wake for nothing. The descriptor
+    lives as long as anyone holds the object, so a late ring never hits a descriptor that was reused.
+    """
+
+    __slots__ = ("_fd",)
+
+    def __init__(self) -> None:
+        self._fd = -1  # for `__del__`, if there is no descriptor to be had
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def ring(self) -> None:
+        """Wake the sleeper, now or when it next goes to sleep."""
+        os.eventfd_write(self._fd, 1)
+
+    def sleep(self, timeout: float | None = None) -> bool:
+        """Until somebody rings; False if the timeout ended first."""
+        if timeout is not None:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            if not poll.poll(min(max(timeout, 0), SLEEP_SECONDS_MAX) * 1000):
+                return False
+        os.eventfd_read(self._fd)
+        return True
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class _OfThisThread(threading.local):
+    doorbell: Doorbell | None = None
+
+
+_THREADS = _OfThisThread()
+
+
+def mine() -> Doorbell | None:
+    """The doorbell of the calling thread, made when it is first needed; `None` if the process has no descriptor left for it."""
+    if _THREADS.doorbell is None:
+        try:
+            _THREADS.doorbell = Doorbell()
+        except OSError:
+            return None
+    return _THREADS.doorbell
+
+
+def _anew() -> None:
+    """After fork() the child has doorbells of its own: a shared counter would swallow the parent's rings."""
+    global _THREADS
+    _THREADS = _OfThisThread()
+
+
+os.register_at_fork(after_in_child=_anew)
 
 
 class Bell:
@@ -111,7 +179,7 @@ class Bell:
             raise TimedOut(f"timed out waiting for {what}", hint="it may still happen", seconds=timeout)
 
     def refuse_writer(self) -> None:
-        """Raise `WrongThread` on the writer thread: it would wait for itself (rule 3)."""
+        """Raise `WrongThread` on the writer thread: it would wait for itself."""
         if threading.current_thread() is self.thread:
             raise WrongThread("the manifest's writer thread cannot wait for itself", hint="wait in another thread")
 
@@ -183,7 +251,7 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         bell.refuse_writer()
         if bell.failure is not None and not self.done:
             raise bell.failure.with_traceback(None)
-        doorbell, before = _doorbell(), self.waiter
+        doorbell, before = mine(), self.waiter
         try:
             if doorbell is not None and bell.join(self, doorbell):
                 self._sleep(doorbell, timeout)
@@ -209,14 +277,6 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         if not self.done:
             yield from self.bell.wait_async(self.is_done).__await__()
         return self.result(0)
-
-
-def _doorbell() -> Doorbell | None:
-    """The calling thread's, if the process has a descriptor left for it."""
-    try:
-        return mine()
-    except OSError:
-        return None
 
 
 class GenerationWait:
@@ -246,3 +306,42 @@ class GenerationWait:
         if self._check() is None:
             yield from self._bell.wait_async(self._happened).__await__()
         return self.result(0)
+
+
+# ── keyed calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(slots=True, eq=False)
+class KeyedCall:
+    """A call that is to take effect once: its idempotency key goes into the batch by which it does (M11).
+
+    Whoever answers calls (`quire.service`) says whose key it is; methods of a store build their batches as always.
+    """
+
+    key: bytes
+    effects: tuple[type[Op], ...]
+    """The operations, one of which is in the batch that makes the change."""
+    answer: Callable[[Any], bytes]
+    """From that operation to what is kept with the key."""
+    guard: ManifestGuard | None = None
+    """Of that batch, once it was submitted."""
+
+    def effect_in(self, batch: Sequence[Op]) -> Op | None:
+        """The operation of a batch by which the call takes effect; `None` if it is not there."""
+        return next((op for op in batch if isinstance(op, self.effects)), None)
+
+
+class _Current(threading.local):
+    call: KeyedCall | None = None
+
+
+current = _Current()
+"""The call of this thread."""
+
+
+@contextmanager
+def keyed(call: KeyedCall) -> Iterator[KeyedCall]:
+    """Until the end of the block, this thread submits for a call."""
+    current.call = call
+    try:
+        yield call
+    finally:
+        current.call = None

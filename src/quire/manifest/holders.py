@@ -1,8 +1,8 @@
 """Who holds what: reference counts recomputed from the rows that hold references, compared with `gc_refcounts`.
 
 An artifact is coded as two numbers, (origin, kind, delta) and (id, generation), so that numpy can sort, count and compare
-millions of them: the stored counts are equal to the recomputed ones in the common case, and only a difference is looked
-at row by row.
+millions of them: the stored counts are equal to the recomputed ones in the common case, and only a difference is looked at
+row by row.
 
 Holders (the definition that every op keeps and R1 checks):
   leaf        each live database and each snapshot that names it
@@ -13,8 +13,8 @@ Holders (the definition that every op keeps and R1 checks):
 Three ways in
   `count_holders`  R1 to R4, S2, S4, compared here. Memory: 16 bytes per reference and 24 per artifact, twice while sorting
   `inventory`      what R1, R4 and S2 compare, for who compares it elsewhere. Memory: one step of rows
-  `check_rows`     the rest: what is to be seen without counting holders (K1, R2, R3, S4). Memory: one step of rows, and what is
-                   being uploaded
+  `check_rows`     what is seen without counting holders (K1, R2, R3, S4). Memory: one step of rows, and what is being
+                   uploaded
 """
 
 from __future__ import annotations
@@ -411,7 +411,6 @@ def outstanding_uploads(txn: ReadTxn) -> dict[bytes, int]:
     uploads: dict[bytes, int] = {}
     for _, job in txn.scan(t.JOB_QUEUE):
         if job.artifact is not None and job.state not in TERMINAL_JOB_STATES:
-            origin, kind, number, generation, delta = job.artifact
-            key = artifact_key(ArtifactKey(origin, ArtifactKind(kind), number, generation, delta))
+            key = t.GC_REFCOUNTS.key.pack(*job.artifact)
             uploads[key] = uploads.get(key, 0) + 1
     return uploads

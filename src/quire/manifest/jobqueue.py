@@ -6,13 +6,8 @@ Terms
   attempt   one start of a job; it has a number, and only the running one can end or requeue the job
   token     16 bytes that make enqueuing safe to repeat: the same token gives the same job
 
-Rules
-  1. A job is taken by one worker at a time: `StartJob` is decided by the manifest's writer, and the loser looks further.
-  2. A lease that has run out is a failed attempt: the job is pending again, or has failed for good. Exactly once, because the
-     requeueing operation names the attempt.
-  3. At open, jobs held by workers of the former owner's process are pending at once (that process is gone: we have its lock);
-     those of remote workers get one full lease to report (M10).
-  4. A job ends in one transaction with its effects: `complete(job, ops=…)`.
+A lease that has run out is a failed attempt: the job is pending again, or has failed for good; exactly once, because the
+requeueing operation names the attempt. A job ends in one transaction with its effects: `complete(job, ops=…)`.
 
 Threads: any. Raises `JobAlreadyPending` (names the job that holds the gate), `UnknownJob`, `IllegalTransition` (the lease was
 lost: stop working on it).
@@ -224,7 +219,7 @@ class JobQueue:
             for job in due:
                 if (claimed := self.claim_job(job.job_id, worker, lease_seconds=lease_seconds)) is not None:
                     return claimed
-                # Another worker was first (rule 1): the next one.
+                # Another worker was first, as the manifest's writer has decided: the next one.
         return None
 
     def claim_job(self, job_id: int, worker: str, *, lease_seconds: float = LEASE_SECONDS) -> Job | None:
@@ -306,12 +301,13 @@ class JobQueue:
         return again
 
     def expire(self) -> int:
-        """Requeue (or give up) jobs whose lease has run out; how many (rule 2)."""
+        """Requeue (or give up) jobs whose lease has run out; how many."""
         now = self._manifest.clock.now_ms()
         return self._take_back(lambda job: job.lease is None or job.lease.expires_at_ms <= now, "its lease ran out")
 
     def recover(self) -> int:
-        """After opening: what workers of the former owner's process held is pending at once (rule 3); how many."""
+        """After opening: what workers of the former owner's process held is pending at once (that process is gone: we have its
+        lock), and remote workers get one full lease to report (M10); how many were taken back."""
         taken = self._take_back(
             lambda job: job.lease is None or job.lease.worker.startswith(OWNER_PREFIX), "its worker's process ended"
         )

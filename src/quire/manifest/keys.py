@@ -1,13 +1,7 @@
 """Keys of manifest tables: fixed-width, big-endian, so that byte order is tuple order (M1).
 
-Terms
-  field    one component of a key: `u8`, `u16`, `u32` or `u64`, or `text` / `raw` as the last one
-  prefix   the first n fields; all rows that share them lie next to each other
-
-Rules
-  1. `unpack(pack(*parts)) == parts` for every tuple in range; out of range raises `OutOfRange`.
-  2. `pack(a) < pack(b)` exactly when `a < b`, for tuples of the same codec.
-  3. A variable field (`text`, `raw`) is always last, so rule 2 needs no escaping.
+A field is `u8`, `u16`, `u32` or `u64`, or `text` / `raw` as the last one: then the order needs no escaping. A prefix is the
+first n fields; all rows that share them lie next to each other. Out of range raises `OutOfRange`.
 
 Pure functions, any thread. The layout of every key is listed in docs/formats/manifest.md.
 """
@@ -16,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from quire.core.errors import OutOfRange
 from quire.core.limits import LMDB_KEY_BYTES_MAX
@@ -56,6 +50,11 @@ class KeyCodec:
         """`unpack` without a call in between, where the width is fixed."""
         self.width = None if self._tail else self._fixed.size
         """Bytes of a key, `None` if it varies."""
+
+    @classmethod
+    def of(cls, fields: str) -> KeyCodec:
+        """The codec of fields as tables declare them: `"db_id u32, shard u16"`."""
+        return cls(*((name, cast(Width, width)) for name, width in map(str.split, fields.split(","))))
 
     def pack(self, *parts: Any) -> bytes:
         """The key of a whole tuple."""

@@ -4,26 +4,19 @@ Terms
   lease    one query's claim on a version of each of some databases; its id is a reader's, and its rows are rows of
            `snapshot_readers` with the tag `quire.view`: the length of the lease in ms, and the number of a copy
   copy     what a version of a key-value set is on disk: a directory of links (`lsm/snapshots.py`)
-  kept     artifacts at zero that a lease may need: they fell to zero after it was opened
   horizon  the moment in the rows; a renewal moves it only when the lease itself would reach beyond it
 
-Rules
-  1. Rows are local: a lease is no snapshot, no reference and no change, so lists, counts, retention and the feed do not know
-     it.
-  2. The rows are committed before the version is looked up. Whatever the version needs was referred to at that moment, so if it
-     falls to zero, it does so later: by the manifest's own time, which never goes back (`writer.py`). So nothing that fell to
-     zero at or after the opening of a living lease is deleted, nor its file used again, if a database made it that the version
-     has artifacts of; before that is known, and after a restart, if any did. What fell to zero before goes as ever: a database
-     that is always read loses its garbage all the same. Copies are not shared: they need nothing but to be left alone.
-  3. A lease lives for its length from the last renewal on. While the owner lives its memory decides. Every row that is there
-     when a store is opened is alive for one more length (M10): renewals may have been lost with the former owner, and its
-     readers go on reading meanwhile. The rows of leases that have ended are dropped by upkeep, and by the next lease.
-  4. It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
-  5. Doubt keeps: a row that is damaged when the store is opened may be a lease on anything, so for `DOUBT_SECONDS` nothing is
-     deleted; whoever reads would have renewed it by then.
+Rows are local: a lease is no snapshot, no reference and no change, so lists, counts, retention and the feed do not know it.
+It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
 
-On disk: before the commit nothing (a copy without a row is garbage, and swept); after it the rows. A crash between the rows and
-the answer leaves a lease that nobody renews: it ends by itself (rule 3).
+The rows are committed before the version is looked up. Whatever the version needs was referred to at that moment, so if it
+falls to zero, it does so later: by the manifest's own time, which never goes back (`writer.py`). So nothing that fell to zero
+at or after the opening of a living lease is deleted, nor its file used again, if a database made it that the version has
+artifacts of; before that is known, and after a restart, if any did. What fell to zero before goes as ever. Copies are not
+shared: they need nothing but to be left alone.
+
+While the owner lives its memory decides which leases do. A crash between the rows and the answer leaves a lease that nobody
+renews: it ends by itself.
 
 Threads: any. Raises `LeaseExpired`, `InvalidInput`.
 """
@@ -33,7 +26,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput, LeaseExpired, ManifestDamaged
@@ -55,7 +47,7 @@ DOUBT_SECONDS = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LentVersion:
     """One database's part of a lease."""
 
     db_id: int
@@ -73,15 +65,15 @@ class _Lease:
     """By the monotonic clock."""
     horizon_ms: int
     tags: dict[str, str]
-    lent: dict[int, Lent] = field(default_factory=dict)
+    lent: dict[int, LentVersion] = field(default_factory=dict)
     opened_ms: int = 0
-    """When its first row was written, by the manifest's time (rule 2)."""
+    """When its first row was written, by the manifest's time."""
     origins: set[int] = field(default_factory=set)
     """Databases that made what its versions need …"""
     unknown: set[int] = field(default_factory=set)
-    """… but for those of these databases, which have not been looked up yet (rule 2)."""
+    """… but for those of these databases, which have not been looked up yet."""
 
-    def add(self, part: Lent, opened_ms: int) -> None:
+    def add(self, part: LentVersion, opened_ms: int) -> None:
         self.lent[part.db_id] = part
         self.opened_ms = min(self.opened_ms or opened_ms, opened_ms)
         if not part.copy:
@@ -92,7 +84,7 @@ class _Lease:
 
 
 class VersionLeases:
-    """The leases of one manifest: `leases_of(manifest)`."""
+    """The leases of one manifest: `manifest.leases`."""
 
     def __init__(self, manifest: ManifestStore) -> None:
         # constant after construction
@@ -102,11 +94,12 @@ class VersionLeases:
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
         self._doubt_until = 0.0
-        """By the monotonic clock (rule 5)."""
-        self._load()
+        """By the monotonic clock. A damaged row may be a lease on anything: until then nothing is deleted, and whoever reads
+        would have renewed it by then."""
 
-    def _load(self) -> None:
-        """Rule 3, at the start of an owner."""
+    def load(self) -> None:
+        """At the start of an owner: every lease in the rows is alive for one more length (M10). Renewals may have been lost
+        with the former owner, and its readers go on reading meanwhile."""
         with self._manifest.read() as txn:
             rows = list(reader_rows(txn))
         if any(row is None for _, row in rows):
@@ -120,11 +113,11 @@ class VersionLeases:
                 tags = {name: value for name, value in row.tags.items() if name != VIEW_TAG}
                 deadline = self._clock.monotonic() + ttl_ms / 1000
                 lease = self._leases[lease_id] = _Lease(ttl_ms, deadline, 0, tags)
-            lease.add(Lent(db_id, row.snapshot_lsn, copy), row.opened_at_ms)
+            lease.add(LentVersion(db_id, row.snapshot_lsn, copy), row.opened_at_ms)
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def hold(
-        self, lent: Iterable[Lent], seconds: float, *, lease_id: int = 0, tags: dict[str, str] | None = None
+        self, lent: Iterable[LentVersion], seconds: float, *, lease_id: int = 0, tags: dict[str, str] | None = None
     ) -> int:
         """Lend these versions, as a lease of their own or as part of another; its id. Durable on return."""
         if not 0 < seconds <= LEASE_SECONDS_MAX:
@@ -171,7 +164,7 @@ class VersionLeases:
                 return
             lease.horizon_ms = now_ms + 2 * lease.ttl_ms
             rows = self._rows(lease_id, lease, list(lease.lent.values()), lease.horizon_ms)
-        self._manifest.submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time (rule 3)
+        self._manifest.submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time
 
     def release(self, lease_id: int) -> None:
         """The reader is done; a lease that has ended is fine."""
@@ -194,7 +187,7 @@ class VersionLeases:
         ops = [DropReader(db_id, lease_id) for lease_id, lease in leases.items() for db_id in lease.lent]
         self._manifest.submit(ops).result()
 
-    def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[Lent], horizon_ms: int) -> list[Op]:
+    def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[LentVersion], horizon_ms: int) -> list[Op]:
         return [
             PutReader(
                 part.db_id,
@@ -209,7 +202,7 @@ class VersionLeases:
     # ── for whoever deletes ───────────────────────────────────────────────────────────────────────────────────────────
     def kept_since(self, origin: int) -> tuple[int, int] | None:
         """(manifest's time, wall time): what this database made and what fell to zero at or after the first is kept, at least
-        until the second; `None` if nothing is lent (rule 2)."""
+        until the second; `None` if nothing is lent."""
         now, now_ms = self._clock.monotonic(), self._clock.now_ms()
         with self._lock:
             needed = [
@@ -236,11 +229,6 @@ class VersionLeases:
         return lease.deadline > self._clock.monotonic()
 
 
-def leases_of(manifest: ManifestStore) -> VersionLeases:
-    """The leases of a manifest; there is one `VersionLeases` of each."""
-    return manifest._part(VersionLeases, partial(VersionLeases, manifest))
-
-
 def reader_rows(txn: ReadTxn, *prefix: int) -> Iterator[tuple[tuple[int, int], ReaderRecord | None]]:
     """((database, reader), row) of readers that have one; `None` for a row that is damaged: it concerns one reader, not all."""
     table = t.SNAPSHOT_READERS
@@ -254,7 +242,7 @@ def reader_rows(txn: ReadTxn, *prefix: int) -> Iterator[tuple[tuple[int, int], R
 
 
 def is_view(row: ReaderRecord) -> bool:
-    """Whether a reader's row is a lease's: it holds no floor (rule 4)."""
+    """Whether a reader's row is a lease's: it holds no floor."""
     return VIEW_TAG in row.tags
 
 

@@ -1,25 +1,27 @@
-"""Rolling metrics: what the operations themselves observe, merged into `metrics` in their own transaction.
+"""Figures of the manifest: what the writer counts in memory, and rolling metrics that operations observe.
 
 Terms
   scope      the database that an observation is about; 0 for the store
   kind       what was observed: `MetricKind`, or a number of one's own from 256 on (`ManifestStore.record_metric`)
 
-Rules
-  1. Observations merge: sums and counts add, extremes widen, buckets add; the last one is kept as it is.
-  2. They are in the transaction of the change that they are about: after a crash both are there, or neither.
-  3. No change fails because of a metric: a damaged row begins anew.
-  4. A database's metrics go with its tombstone.
+A rolling metric is a row of `metrics`, written in the transaction of the change that it is about: after a crash both exist, or
+neither. No change fails because of a metric: a damaged row begins anew. A database's metrics go with its tombstone.
 
-`observe` belongs to the writer's thread; the rest are functions of a read transaction and disturb nobody.
-Numbers on the page docs/formats/manifest.md.
+The writer adds plain numbers, and the collector reads them at a scrape: counting costs a few additions per commit, and
+prometheus-client is imported only where metrics are served.
+
+Threads: `observe` and `WriterStats.add` belong to the writer; readers may see the counts of a commit half added. The
+rest are functions of a read transaction. Numbers on the page docs/formats/manifest.md.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,12 +30,16 @@ from quire.core.errors import ManifestDamaged
 from quire.manifest import tables as t
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import MetricRecord
+from quire.manifest.rows import damaged_reads
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
+
+DURATION_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+"""Upper bounds of the commit-duration histogram, in seconds."""
 
 BUCKETS = 64
 
@@ -60,10 +66,10 @@ MEANING = {
 
 
 def observe(tables: Overlay, scope: int, kind: int, values: Sequence[float], at_ms: int) -> None:
-    """Merge observations into a metric (rule 1)."""
+    """Merge observations into a metric: sums, counts and buckets add, extremes widen, the last one is kept as it is."""
     key = t.METRICS.key.pack(scope, kind)
     before = None
-    with suppress(ManifestDamaged):  # rule 3
+    with suppress(ManifestDamaged):  # it begins anew
         before = tables.metrics.get(key)
     buckets = list(before.buckets) if before else [0] * BUCKETS
     for value in values:
@@ -86,7 +92,7 @@ def observe_snapshots(tables: Overlay, db_id: int, change: int, at_ms: int) -> N
     kind = MetricKind.SNAPSHOTS_CREATED if change > 0 else MetricKind.SNAPSHOTS_DROPPED
     observe(tables, db_id, kind, [1.0], at_ms)
     before = None
-    with suppress(ManifestDamaged):  # rule 3
+    with suppress(ManifestDamaged):
         before = tables.metrics.get(t.METRICS.key.pack(db_id, MetricKind.SNAPSHOTS))
     if before is not None:
         count = before.last + change
@@ -132,8 +138,38 @@ def rolling(txn: ReadTxn) -> list[RollingMetric]:
     return metrics
 
 
-class RollingCollector:
-    """The rolling metrics for Prometheus: for each kind that the manifest observes a histogram, and the last value."""
+class WriterStats:
+    """Totals since the writer started."""
+
+    __slots__ = ("batches", "buckets", "commits", "failed", "ops", "pages", "rows", "seconds")
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.batches = 0
+        self.failed = 0
+        self.ops = 0
+        self.rows = 0
+        self.pages = 0
+        self.seconds = 0.0
+        self.buckets = [0] * (len(DURATION_BOUNDS) + 1)
+
+    def add(self, batches: int, failed: int, ops: int, rows: int, pages: int, seconds: float) -> None:
+        """Count one commit."""
+        self.commits += 1
+        self.batches += batches
+        self.failed += failed
+        self.ops += ops
+        self.rows += rows
+        self.pages += pages
+        self.seconds += seconds
+        self.buckets[bisect_left(DURATION_BOUNDS, seconds)] += 1
+
+
+class ManifestCollector:
+    """The Prometheus collector of a manifest: `registry.register(ManifestCollector(manifest))`.
+
+    A process that only reads has no writer to count: it exports the rolling metrics alone.
+    """
 
     def __init__(self, manifest: ManifestStore) -> None:
         self._manifest = manifest
@@ -143,7 +179,39 @@ class RollingCollector:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The current figures, from one read transaction."""
+        """The current figures."""
+        if not self._manifest.read_only:
+            yield from self._of_writer(self._manifest.writer.stats)
+        yield from self._rolling()
+
+    def _of_writer(self, stats: WriterStats) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for name, text, value in (
+            ("quire_manifest_commits", "LMDB transactions committed", stats.commits),
+            ("quire_manifest_batches", "batches submitted and decided", stats.batches),
+            ("quire_manifest_batches_failed", "batches that were refused", stats.failed),
+            ("quire_manifest_operations", "operations applied", stats.ops),
+            ("quire_manifest_rows", "rows written", stats.rows),
+            ("quire_manifest_pages", "LMDB pages written", stats.pages),
+            ("quire_manifest_damaged_reads", "damaged rows that were met, and not believed", damaged_reads.total()),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        buckets = _cumulative(stats.buckets, DURATION_BOUNDS)
+        yield HistogramMetricFamily(
+            "quire_manifest_commit_seconds", "time of a commit", buckets=buckets, sum_value=stats.seconds
+        )
+        info = self._manifest.env.info()
+        yield GaugeMetricFamily("quire_manifest_file_bytes", "size of the manifest file", value=info["file_bytes"])
+        yield GaugeMetricFamily("quire_manifest_readers", "reader slots in use", value=info["num_readers"])
+        lag = GaugeMetricFamily("quire_feed_lag", "changes that wait for a subscriber", labels=["cursor"])
+        with suppress(ManifestDamaged):  # a cursor's row: the counter above and doctor tell
+            for cursor, waiting in self._manifest.feed.lag().items():
+                lag.add_metric([str(cursor)], waiting)
+        yield lag
+
+    def _rolling(self) -> Iterator[Metric]:
+        """For each kind that the manifest observes a histogram, and the last value."""
         from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 
         with self._manifest.read() as txn:
@@ -154,18 +222,17 @@ class RollingCollector:
             last = GaugeMetricFamily(f"{name}_last", f"the last of: {meaning}", labels=["db", "name"])
             for metric in metrics:
                 if metric.kind == kind:
-                    labels = [str(metric.db_id), metric.database]
-                    histogram.add_metric(labels, _cumulative(metric.record.buckets), metric.record.sum)
+                    labels, counts = [str(metric.db_id), metric.database], metric.record.buckets
+                    # Buckets above the highest in use are left out.
+                    highest = max((place for place, count in enumerate(counts) if count), default=0)
+                    bounds = [float(2**place) for place in range(highest + 1)]
+                    histogram.add_metric(labels, _cumulative(counts[: highest + 1], bounds), metric.record.sum)
                     last.add_metric(labels, metric.record.last)
             yield histogram
             yield last
 
 
-def _cumulative(counts: list[int]) -> list[tuple[str, float]]:
-    """Prometheus's buckets: how many observations are below each bound; those above the highest in use are left out."""
-    highest = max((place for place, count in enumerate(counts) if count), default=0)
-    below, buckets = 0, list[tuple[str, float]]()
-    for place, count in enumerate(counts[: highest + 1]):
-        below += count
-        buckets.append((str(float(2**place)), below))
-    return [*buckets, ("+Inf", below)]
+def _cumulative(counts: Sequence[int], bounds: Sequence[float]) -> list[tuple[str, float]]:
+    """Prometheus's buckets: how many observations are at or below each bound, and all of them."""
+    totals = [*accumulate(counts)]
+    return [*((str(bound), total) for bound, total in zip(bounds, totals)), ("+Inf", totals[-1] if totals else 0)]

@@ -5,20 +5,19 @@ Terms
   ledger   the table `migrations`: which steps this environment has been through
   schema   a number in `meta`; it rises with every step, so that older code refuses newer stores
 
-Rules
-  1. A step and its ledger row are committed together in the step's last transaction. What is too much for one transaction is
-     done before, by the step's `prepare`, in as many of its own as it likes; repeating that from the start must be harmless
-     (idempotent). So a crash in the middle is repaired by opening again.
-  2. Steps are never removed, reordered or changed once released; a new store is born with all of them done.
-  3. A store whose schema is above ours, or that has done a step we do not know, is refused with `FormatTooNew`.
+A step and its ledger row are committed together in the step's last transaction. What is too much for one transaction is done
+before, by the step's `prepare`, in as many of its own as it likes; repeating that must be harmless, so a crash in the middle
+is repaired by opening again. Steps are never removed, reordered or changed once released; a new store is born with all of
+them done.
 
-Runs at open, before the writer starts, in the opening thread.
+Runs at open, before the writer starts, in the opening thread. Raises `FormatTooNew`.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -42,7 +41,7 @@ BASE_SCHEMA = 1
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One migration: what its last transaction does and, if that is not all, what is done in others before it (rule 1)."""
+    """One migration: what its last transaction does and, if that is not all, what is done in others before it."""
 
     name: str
     run: Callable[[ManifestEnv, lmdb.Transaction], None]
@@ -60,27 +59,16 @@ def _add_checksums(env: ManifestEnv) -> None:
     for name, handle in env.handles.items():
         after: bytes | None = b""
         while after is not None:
-            after = _add_some(env, name, handle, after)
+            after = env.transact(partial(_add_some, name=name, handle=handle, after=after))
 
 
-def _add_some(env: ManifestEnv, name: str, handle: Any, after: bytes) -> bytes | None:
-    """Checksums for the next rows of a table, in a transaction; the last key that was looked at, `None` at the end."""
-    while True:
-        txn: Any = env.begin_write()
-        try:
-            with txn.cursor(db=handle) as cursor:
-                looked = list(islice(cursor.iternext(), MIGRATED_ROWS + 1)) if cursor.set_range(after) else []
-                bare = [(key, raw) for key, raw in looked if len(raw) >= VERSION.size and not is_marked(raw)]
-                cursor.putmulti([(key, sealed(name, key, raw)) for key, raw in bare])
-            txn.commit()
-        except lmdb.MapFullError:
-            txn.abort()
-            env.grow()
-            continue
-        except BaseException:
-            txn.abort()
-            raise
-        return looked[-1][0] if len(looked) > MIGRATED_ROWS else None
+def _add_some(txn: Any, name: str, handle: Any, after: bytes) -> bytes | None:
+    """Checksums for the next rows of a table; the last key that was looked at, `None` at the end."""
+    with txn.cursor(db=handle) as cursor:
+        looked = list(islice(cursor.iternext(), MIGRATED_ROWS + 1)) if cursor.set_range(after) else []
+        bare = [(key, raw) for key, raw in looked if len(raw) >= VERSION.size and not is_marked(raw)]
+        cursor.putmulti([(key, sealed(name, key, raw)) for key, raw in bare])
+    return looked[-1][0] if len(looked) > MIGRATED_ROWS else None
 
 
 def _nothing_more(env: ManifestEnv, txn: lmdb.Transaction) -> None:
@@ -97,25 +85,19 @@ STEPS: Sequence[Step] = (
 def migrate(env: ManifestEnv, clock: Clock, steps: Sequence[Step] = STEPS) -> list[str]:
     """Bring the environment to today's schema; the names of the steps carried out now."""
     meta, ledger = env.handles[t.META.name], env.handles[t.MIGRATIONS.name]
-    txn = env.begin_write()
-    try:
-        fresh = txn.get(SCHEMA, db=meta) is None
-        if fresh:
+
+    def begin(txn: Any) -> None:
+        if txn.get(SCHEMA, db=meta) is None:
             _found(txn, meta, ledger, clock, steps)
         refuse_newer(txn, env, steps)
-        txn.commit()
-    except BaseException:
-        txn.abort()
-        raise
-    done = []
-    for index, step in enumerate(steps):
-        if _carry_out(env, step, BASE_SCHEMA + index + 1, clock):
-            done.append(step.name)
-    return done
+
+    env.transact(begin)
+    schemas = enumerate(steps, start=BASE_SCHEMA + 1)
+    return [step.name for schema, step in schemas if _carry_out(env, step, schema, clock)]
 
 
 def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> None:
-    """Refuse a schema above ours, or a step that we do not know (rule 3)."""
+    """Refuse a schema above ours, or a step that we do not know."""
     if env.handles[t.META.name] is None:
         return
     known = BASE_SCHEMA + len(steps)
@@ -159,18 +141,16 @@ def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
     if step.prepare is not None:
         step.prepare(env)
         hit("manifest.migration.prepared")
-    txn = env.begin_write()
-    try:
+
+    def finish(txn: Any) -> None:
         step.run(env, txn)
         hit("manifest.migration.ran")
         txn.put(*_ledger_row(step, clock), db=env.handles[t.MIGRATIONS.name])
         txn.put(SCHEMA, t.META.rows.encode(SCHEMA, MetaRecord(number=schema)), db=env.handles[t.META.name])
         hit("manifest.migration.recorded")
-        txn.commit()
-        hit("manifest.migration.durable")
-    except BaseException:
-        txn.abort()
-        raise
+
+    env.transact(finish)
+    hit("manifest.migration.durable")
     return True
 
 

@@ -1,12 +1,8 @@
-"""Namespaces of objects: registering a place, and beginning an owner epoch in all of them.
+"""Namespaces of objects: registering a place, and beginning an owner epoch in all of them. Terms: see
+`quire.manifest.ops.artifacts`.
 
-Terms: see `quire.manifest.ops.epochs`.
-
-A store begins its first epoch with its first object, not sooner: a store that keeps nothing remotely has none.
-
-What is on disk if beginning an epoch stops, and what the next open does:
-  before the commit   nothing; an id of a namespace may never be used   the epoch is begun again
-  after the commit    the epoch, its namespaces, no plans               objects go there
+A store begins its first epoch with its first object, not sooner: a store that keeps nothing remotely has none. If beginning
+an epoch stops before its commit, an id of a namespace may never be used, and the epoch is begun again.
 
 Threads: any. Raises `ReadOnly`, `InvalidInput`, `StalePlan`.
 """
@@ -21,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from quire.core.errors import StalePlan
 from quire.durable.object_names import epoch_prefix, kv_backups_prefix
 from quire.manifest import tables as t
-from quire.manifest.ops.artifacts import PutNamespace
+from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutNamespace
 from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import NamespaceRecord

@@ -1,19 +1,11 @@
 """What each operation touches: the tables it may write, the databases it concerns. And filters of the feed made of that.
 
-Terms
-  touches   a declaration per type of operation: names of tables, and how to find the ids of databases in its fields
-  filter    databases, tables, or both; an operation passes if it concerns one of the databases and may write one of the tables
+The tables are those an operation may write, in any case of it; `generation_watermarks` is written by the writer, from the
+change record: by no operation.
 
-Rules
-  1. The tables are those an operation may write, in any case of it: an operation outside the list never changes a table, one
-     inside may still leave it alone. `generation_watermarks` is written by the writer, from the change record: by no operation.
-  2. An operation concerns every database it names in a field: its own, an artifact's origin, the source of a fork, the origin
-     of a pinned segment. What it finds through other rows is not looked up: operations that name only a job (start, requeue,
-     complete, forget), a namespace, a counter or nothing concern no database. Reference counts of other databases' artifacts
-     that an operation moves along the way do not count either.
-  3. An operation that is not declared here passes every filter: too much is seen, never too little. A test names the missing.
-  4. A filtered change keeps its sequence, time and generations; of its operations only those that pass are left.
-  5. Names are resolved to ids when a filter is made: a database that is renamed or dropped later stays the one that was meant.
+An operation concerns every database it names in a field: its own, an artifact's origin, the source of a fork, the origin of a
+pinned segment. What it finds through other rows is not looked up: operations that name only a job (start, requeue, complete,
+forget), a namespace, a counter or nothing concern no database, nor do reference counts of other databases' artifacts count.
 
 Constants and pure functions, any thread. `ChangeFilter.resolve` raises `UnknownDatabase` and `InvalidInput`.
 """
@@ -32,14 +24,11 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.ops import (
     artifacts,
-    audit,
     corrections,
     cursors,
     databases,
-    epochs,
     jobs,
     local,
-    lsm,
     pageindex,
     plans,
     refs,
@@ -145,8 +134,8 @@ TOUCHES: dict[type[Op], Touches] = {
         *_COUNTS,
         databases=_DB,
     ),
-    lsm.FoldLsm: _touches(t.LSM_CATALOG, databases=_DB),
-    lsm.RecordLsmEnds: _touches(t.LSM_ENDS, databases=_DB),
+    databases.FoldLsm: _touches(t.LSM_CATALOG, databases=_DB),
+    databases.RecordLsmEnds: _touches(t.LSM_ENDS, databases=_DB),
     local.FollowSqliteFile: _touches(t.FOLLOWED_FILES, databases=_DB),
     databases.RemoveDb: _touches(
         t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, t.METRICS, *_COUNTS, databases=_DB
@@ -159,8 +148,8 @@ TOUCHES: dict[type[Op], Touches] = {
     artifacts.RecordUploads: _touches(t.AUDIT, databases=_ORIGIN),
     artifacts.UpdateArtifact: _touches(*_CATALOGS, t.AUDIT, *_COUNTS, databases=_ORIGIN),
     artifacts.PutNamespace: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, t.GC_REFCOUNTS),
-    epochs.DropNamespace: _touches(t.REMOTE_NAMESPACE, *_COUNTS),
-    epochs.BeginOwnerEpoch: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, *_COUNTS),
+    artifacts.DropNamespace: _touches(t.REMOTE_NAMESPACE, *_COUNTS),
+    artifacts.BeginOwnerEpoch: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, *_COUNTS),
     slots.SetSlots: _touches(t.SLOT_LEAF, t.LIVE_LEAF, *_COUNTS, databases=_fields("db_id", "expected_origin_db_id")),
     slots.CollectLeaf: _touches(t.SLOT_LEAF, *_COUNTS, databases=_ORIGIN),
     refs.RemoveArtifact: _touches(*_CATALOGS, t.REMOTE_NAMESPACE, t.AUDIT, *_COUNTS, databases=_ORIGIN),
@@ -168,7 +157,7 @@ TOUCHES: dict[type[Op], Touches] = {
     corrections.CorrectIndex: _touches(*_DERIVED),
     corrections.RestoreRow: _touches(*corrections.RESTORED, databases=_of_row),
     corrections.RestoreLocalRow: _touches(*corrections.RESTORED_LOCAL, databases=_of_row),
-    audit.PruneAudit: _touches(t.AUDIT, databases=_DB),
+    databases.PruneAudit: _touches(t.AUDIT, databases=_DB),
     # write-ahead log and pages
     wal.OpenSegment: _touches(t.WAL_CATALOG, t.WAL_STATE, t.GC_REFCOUNTS, databases=_DB),
     wal.AppendWalChunk: _touches(t.WAL_CATALOG, t.WAL_MANIFEST, t.WAL_STATE, t.GC_REFCOUNTS, databases=_DB),
@@ -225,23 +214,8 @@ TOUCHES: dict[type[Op], Touches] = {
     cursors.RetainChanges: _touches(t.META, CHANGE_LOG),
     cursors.TrimChanges: _touches(CHANGE_LOG),
 }
-"""Every type of operation and what it touches. A new one goes here too: see rule 3."""
-
-
-def databases_of(op: Op) -> frozenset[int]:
-    """The databases an operation concerns (rule 2).
-
-    >>> sorted(databases_of(snaps.ForkDb(7, 3, "copy")))
-    [3, 7]
-    """
-    declared = TOUCHES.get(type(op))
-    return frozenset(declared.databases(op)) - {0} if declared is not None else frozenset()
-
-
-def tables_of(op: Op) -> frozenset[str]:
-    """The tables an operation may write (rule 1)."""
-    declared = TOUCHES.get(type(op))
-    return declared.tables if declared is not None else frozenset(t.TABLES)
+"""Every type of operation and what it touches. One that is missing passes every filter: too much is seen, never too little (a
+test names the missing)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +229,8 @@ class ChangeFilter:
 
     @classmethod
     def resolve(cls, txn: ReadTxn, databases: Names | None, tables: Iterable[str] | str | None) -> ChangeFilter | None:
-        """The filter for these databases and tables, as they are now (rule 5); `None` if there is nothing to filter by."""
+        """The filter for these databases and tables, as they are now: one that is renamed or dropped later
+        stays the one that was meant. `None` if there is nothing to filter by."""
         if databases is None and tables is None:
             return None
         ids = (
@@ -267,7 +242,7 @@ class ChangeFilter:
         return cls(ids, kinds)
 
     def of(self, record: ChangeRecord) -> ChangeRecord | None:
-        """The change with the operations that pass, `None` if none does (rule 4)."""
+        """The change with the operations that pass, its sequence, time and generations kept; `None` if none passes."""
         passing = tuple([op for op in record.operations if self.passes(op)])
         if len(passing) == len(record.operations):
             return record

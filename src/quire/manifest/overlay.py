@@ -7,18 +7,13 @@ Terms
   kept      decoded rows of small, hot tables that stay in memory across groups
   encoded   a pending row that is `bytes` already, without its checksum: thousands of rows are made with numpy
 
-Rules
-  1. A batch reads its own writes and those of the batches before it, in every table.
-  2. A batch that fails leaves no trace. Ops are pure, so until the first failure of a group nothing is noted down for
-     that: the pending rows are dropped and the good batches applied again, from then on with an undo log (`tracking`).
-     Groups without failures pay nothing, and the price of failures does not grow with their number
-     (docs/decisions/001-write-overlay.md).
-  3. `insert` believes that a key is new and looks only at pending rows; LMDB tells at `flush` (`KeysTaken`), and the group is
-     done again with `strict` lookups. So inserting a million rows costs no million reads.
-  4. LMDB is not written before `flush`; so cursors opened by `scan` stay valid while an op writes.
-  5. `kept` rows change only in `settle`, after the commit is durable.
+A batch reads its own writes and those of the batches before it. One that fails leaves no trace: ops are pure, so until the
+first failure of a group nothing is noted down for that. Then the pending rows are dropped and the good batches applied again,
+from then on with an undo log (`tracking`). Groups without failures pay nothing, and the price of failures does not grow with
+their number (docs/decisions/001-write-overlay.md).
 
-Owned by the writer thread (or by whoever replays a feed): never shared.
+LMDB is not written before `flush`, so cursors opened by `scan` stay valid while an op writes. Owned by the writer thread (or
+by whoever replays a feed): never shared.
 """
 
 from __future__ import annotations
@@ -29,6 +24,7 @@ from itertools import islice, takewhile
 from typing import Any, Final, Generic, Literal
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
+from quire.core.ids import ArtifactKey
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.keys import prefix_end
@@ -77,7 +73,11 @@ class TableView(Generic[R]):
         self.put: Callable[[bytes, R], None] = self.pending.__setitem__
         """Insert or replace the row. A bound C method unless the overlay is tracking."""
         self.insert: Callable[[bytes, R], R | None] = self._insert_optimistic
-        """Put a row that should be new; returns the row that is in the way, if there is one (rule 3)."""
+        """Put a row that should be new; returns the row that is in the way, if there is one.
+
+        It believes that a key is new and looks only at pending rows; LMDB tells at `flush` (`KeysTaken`), and the group is done
+        again with `strict` lookups. So inserting a million rows costs no million reads.
+        """
         self._decode = table.rows.decode
         self._decode_plain = table.codec.decode
         self._deleted = False
@@ -91,9 +91,9 @@ class TableView(Generic[R]):
 
     def get(self, key: bytes) -> R | None:
         """The row, or `None`."""
-        found: Any = self.pending.get(key, _ABSENT)
-        if found is not _ABSENT:
-            return self._decode_plain(found) if type(found) is bytes else found
+        row: Any = self.pending.get(key, _ABSENT)
+        if row is not _ABSENT:
+            return self._decode_plain(row) if type(row) is bytes else row
         if key in self.inserted:
             return self.inserted[key]
         kept = self._kept
@@ -111,9 +111,9 @@ class TableView(Generic[R]):
 
     def has(self, key: bytes) -> bool:
         """Whether the row exists, without decoding it."""
-        found: Any = self.pending.get(key, _ABSENT)
-        if found is not _ABSENT:
-            return found is not None
+        row: Any = self.pending.get(key, _ABSENT)
+        if row is not _ABSENT:
+            return row is not None
         if key in self.inserted or (self._kept is not None and key in self._kept):
             return True
         return self._overlay.txn.get(key, db=self._handle) is not None
@@ -167,7 +167,7 @@ class TableView(Generic[R]):
         self._deleted = True
 
     def switch(self, *, tracking: bool, strict: bool) -> None:
-        """Write with or without an undo log (rule 2), insert with or without looking first (rule 3)."""
+        """Write with or without an undo log, insert with or without looking first."""
         self.put = self._put_tracked if tracking else self.pending.__setitem__
         self.insert = self._insert_careful if tracking or strict else self._insert_optimistic
 
@@ -322,9 +322,9 @@ class Overlay:
         self.txn: Any  # an lmdb.Transaction; its stubs allow for memoryviews, which we never ask for
         self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
         self.head = 0
+        """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
         self.check_sound: Callable[[str, int], None] | None = None
         """`ManifestEnv.check_sound`, where something is closed for breaking a rule."""
-        """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
         self.written: list[TableRows] | None = None
         """What `flush` has written in this transaction, where an archive wants to know."""
         self.trimmed = 0
@@ -333,15 +333,15 @@ class Overlay:
         """What the current batch wants to be remembered for; it becomes rows of `audit` once the batch has applied."""
         self.tracking = False
         self.strict = False
-        """Inserts look into LMDB before they believe that a key is new (rule 3)."""
+        """Inserts look into LMDB before they believe that a key is new."""
         self.active_ids: set[int] = set()
         """Databases known to be ACTIVE: saves a look-up per op. Emptied whenever a `db` row changes or is undone."""
-        self.views: list[TableView[Any]] = []
+        self.views: dict[str, TableView[Any]] = {}
+        """By the names of their tables."""
 
         def view(table: t.Table[R], *, keep: bool = False) -> TableView[R]:
-            made = TableView(table, handles[table.name], self, keep=keep)
-            self.views.append(made)
-            return made
+            opened = self.views[table.name] = TableView(table, handles[table.name], self, keep=keep)
+            return opened
 
         self.db = view(t.DB, keep=True)
         self.wal_state = view(t.WAL_STATE, keep=True)
@@ -388,7 +388,7 @@ class Overlay:
         """Choose how the following batches write; see `TableView.switch`."""
         if (tracking, strict) != (self.tracking, self.strict):
             self.tracking, self.strict = tracking, strict
-            for view in self.views:
+            for view in self.views.values():
                 view.switch(tracking=tracking, strict=strict)
 
     def rollback(self) -> None:
@@ -398,26 +398,26 @@ class Overlay:
                 del pending[key]
             else:
                 pending[key] = before
-        for view in self.views:
+        for view in self.views.values():
             view.forget_order()
         self.undo.clear()
         self.notes.clear()
         self.active_ids.clear()
 
     def flush(self) -> int:
-        """Write everything pending into the transaction; the number of rows. `KeysTaken`: see rule 3."""
-        return sum([view.flush() for view in self.views if view.pending or view.inserted])
+        """Write everything pending into the transaction; the number of rows. `KeysTaken`: an insert met a row."""
+        return sum([view.flush() for view in self.views.values() if view.pending or view.inserted])
 
     def settle(self) -> None:
-        """The transaction is durable (rule 5)."""
-        for view in self.views:
+        """The transaction is durable: only now kept rows change."""
+        for view in self.views.values():
             if view.pending or view.inserted:
                 view.settle()
         self._restart()
 
     def discard(self) -> None:
         """The transaction is gone: forget all pending rows."""
-        for view in self.views:
+        for view in self.views.values():
             view.discard()
         self.active_ids.clear()
         self._restart()
@@ -439,6 +439,11 @@ class Overlay:
         self.notes.clear()
 
     # ── lookups that many ops share ───────────────────────────────────────────────────────────────────────────────────
+    def catalog(self, artifact: ArtifactKey) -> tuple[TableView[Any], bytes]:
+        """The view and the key of an artifact's row."""
+        table, key = t.catalog_key(artifact)
+        return self.views[table.name], table.key.pack(*key)
+
     def put_db(self, db_id: int, record: DbRecord) -> None:
         """Write a database's row."""
         self.active_ids.discard(db_id)

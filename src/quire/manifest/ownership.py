@@ -1,10 +1,8 @@
 """Becoming the owner of a manifest: what is done before anything may be written.
 
-Order: migrate → check → mend, if the caller asked for it → bring cursors back into the range that is
-retained → read the next ids → start the writer. A database or a counter that breaks a rule is closed, and everything else
-works; a manifest that breaks any other rule is refused with the rows named.
-
-Kept apart from store.py because readers need none of what is loaded here.
+Order: migrate → check → mend, if the caller asked for it → bring cursors back into the range that is retained → read the next
+ids → start the writer. A database or a counter that breaks a rule is closed, and everything else works; a manifest that
+breaks any other rule is refused with the rows named.
 
 Threads: one, the opener's. Raises `ManifestDamaged`, `FormatTooNew`, and what LMDB raises for pages that make no sense.
 """

@@ -4,12 +4,9 @@ LMDB believes what its pages say of themselves. Where bytes were overwritten it 
 it beyond the end of the map (SIGBUS, SIGSEGV) or into an assertion (SIGABRT), and no Python code gets to handle that. So a
 process that wants to live, `quire doctor` say, lets another one read everything first.
 
-Rules
-  1. The child is started anew, not forked: LMDB does not survive fork() (M12). It imports nothing but LMDB, so it starts fast.
-  2. It reads as every reader does, with a slot of its own: the owner may go on writing, but cannot reuse pages meanwhile.
-  3. It touches each byte of each row of each table; whether the rows make sense is the business of `check`. LMDB's list of
-     free pages is out of a reader's reach.
-  4. It ends, however the pages refer to each other: no table is followed beyond the number of rows that it says it has.
+The child is started anew, not forked: LMDB does not survive fork() (M12). It reads as every reader does, with a slot of its
+own, and touches each byte of each row of each table; whether the rows make sense is the business of `check`. LMDB's list of
+free pages is out of a reader's reach.
 
 Costs some hundred milliseconds and one pass over the file: not for every open. Any thread.
 """

@@ -1,18 +1,10 @@
-"""The writer's inbox: a bounded queue from which batches are taken all at once.
+"""The writer's inbox: a queue bounded in operations, from which batches are taken all at once, in the order of `put`.
 
-Rules
-  1. Order of `put` is order of `take`. Nothing is lost: what was put is taken, or returned by `refuse`.
-  2. Bounded in operations: `put` blocks while the queue is full, and raises `Overloaded` after its timeout.
-  3. Callers that were just answered are likely to come back at once. `take` gives them a moment: it waits until as many
-     batches are there as callers were answered, or its patience ends. Without this, the first to return would be
-     committed alone and the other thirty-one wait for the next sync; with one caller, or with none waiting, nothing is
-     waited for.
-  4. After `refuse` every `put` raises the refusal.
-  5. Those who wait for room are let in by `admit`, which the writer calls when it is about to sync: they fill the queue while
-     the disk works, and stay out of the way of the GIL while the writer does. A taker that goes to sleep lets them in too.
-  6. A signal handler may raise anywhere in `put`. What it can leave behind is a batch that was queued though its caller did
-     not hear so, and a taker that wakes for nothing: `lock` is a plain lock (only C takes and releases it), and the order of
-     the lines under it counts.
+Nothing is lost: what was put is taken, or returned by `refuse`; after that every `put` raises the refusal.
+
+A signal handler may raise anywhere in `put`. What it can leave behind is a batch that was queued though its caller did not
+hear so, and a taker that wakes for nothing: `lock` is a plain lock (only C takes and releases it), and the order of the lines
+under it counts.
 
 Threads: `put` from any thread, `take` from the writer alone. Fields are guarded by `lock`.
 """
@@ -44,7 +36,7 @@ class BatchQueue:
         """How many batches the sleeping taker waits for; 0 if it is awake."""
 
     def put(self, guard: ManifestGuard, operations: int, timeout: float | None) -> None:
-        """Append a batch; blocks while the queue is full (rule 2)."""
+        """Append a batch; blocks while the queue is full, and raises `Overloaded` after `timeout`."""
         deadline: float | None = None
         while True:
             with self.lock:
@@ -77,7 +69,12 @@ class BatchQueue:
         return self.refusal is not None or self._operations < self._operations_max
 
     def take(self, answered: int, patience_seconds: float) -> list[ManifestGuard] | None:
-        """Everything that is queued; waits if there is nothing (rule 3). `None` when refusing and drained."""
+        """Everything that is queued; waits if there is nothing. `None` when refusing and drained.
+
+        Callers that were just answered are likely to come back at once, so it waits until as many batches are there as callers
+        were answered, or its patience ends. Without this, the first to return would be committed alone and the other
+        thirty-one wait for the next sync; with one caller, or with none waiting, nothing is waited for.
+        """
         if answered > 1:
             self._sleep(answered, patience_seconds)
         while True:
@@ -91,7 +88,8 @@ class BatchQueue:
             self._sleep(1, None)
 
     def admit(self) -> None:
-        """Let those in who wait for room (rule 5)."""
+        """Let those in who wait for room. The writer calls this when it is about to sync: they fill the queue while the disk
+        works, and stay out of the way of the GIL while the writer does."""
         if self._waiting_for_room:
             self._waiting_for_room.wake()
 

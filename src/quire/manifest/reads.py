@@ -1,29 +1,25 @@
 """Reading the manifest: short snapshot transactions with typed access.
 
-Terms
-  snapshot   what LMDB shows a read transaction: the state at its beginning, however much is committed meanwhile
+A transaction shows the state at its beginning, however much is committed meanwhile. It is for a moment: as long as it is open
+LMDB cannot reuse the pages it may see, and long ones are reported. Records are immutable and outlive the transaction;
+iterators do not. A table that an older store does not have reads as empty.
 
-Rules
-  1. A transaction is for a moment: as long as it is open LMDB cannot reuse the pages it may see. Long ones are reported.
-  2. Records are immutable and outlive the transaction; iterators do not.
-  3. A table that an older store does not have reads as empty.
-  4. Every error of LMDB becomes one of ours, in the middle of an iteration too. After the end of the transaction, or of the
-     environment under it, that is `StoreClosed`.
-
-Thread: a transaction belongs to the thread that opened it. Any number may be open, in any process.
-Loading this module loads no operation: most commands read, and need neither those nor the change log that is made of them.
-Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key that does not fit.
+Thread: a transaction belongs to the thread that opened it. Any number may be open, in any process. Every error of LMDB
+becomes one of ours, in the middle of an iteration too: `StoreClosed` (the transaction or its environment has ended),
+`ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key that does not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgspec
+from msgspec.structs import asdict, astuple
 
 from quire.core.errors import (
     DatabaseTombstoned,
@@ -33,10 +29,11 @@ from quire.core.errors import (
     StoreClosed,
     UnknownDatabase,
     UnknownNamespace,
+    UnknownSnapshot,
     WrongKind,
 )
 from quire.core.events import emit
-from quire.core.ids import U32_MAX
+from quire.core.ids import KINDS_WITH_OBJECTS, U32_MAX
 from quire.durable.checksums import crc32
 from quire.durable.object_names import epoch_prefix
 from quire.manifest import tables as t
@@ -44,9 +41,9 @@ from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
-from quire.manifest.ops.base import LOCAL_COUNTERS
-from quire.manifest.ops.refs import artifact_key
+from quire.manifest.ops.base import LOCAL_COUNTERS, Component
 from quire.manifest.records import (
+    AuditAction,
     DbKind,
     DbRecord,
     DbStatus,
@@ -57,6 +54,7 @@ from quire.manifest.records import (
     WalStateRecord,
 )
 from quire.manifest.rows import RESIDUE
+from quire.manifest.slots import EMPTY, Chain, place, unpack_leaf
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +62,6 @@ if TYPE_CHECKING:
     from quire.core.ids import ArtifactKey
     from quire.manifest.change import ChangeRecord
     from quire.manifest.ops.base import Counter
-    from quire.manifest.slots import Chain
 
 KIND_WORDS = {DbKind.PAGES: "page database", DbKind.STREAM: "stream", DbKind.LSM: "key-value database"}
 
@@ -73,6 +70,27 @@ BORN_WITH_EPOCHS = "born_with_epochs"
 
 _SEQUENCE = KeyCodec(("sequence", "u64"))
 """The key of the change log, as change.py declares it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One thing that happened to a database.
+
+    The rows are written by operations, in the transaction that did it, so the audit can neither miss an event nor tell of one
+    that was rolled back. It is kept for `maintenance.audit_seconds`.
+    """
+
+    db_id: int
+    at_ms: int
+    sequence: int
+    """The change record that did it."""
+    action: AuditAction
+    component: Component
+    generation: int
+    """What the component had reached by it."""
+    subject: str
+    number: int
+    size_bytes: int
 
 
 class ReadTxn:
@@ -186,7 +204,7 @@ class ReadTxn:
         return None if handle is None else self._txn.cursor(db=handle)
 
     def _rows(self, rows: Iterator[tuple[bytes, bytes]], end: bytes | None) -> Iterator[tuple[bytes, bytes]]:
-        """The rows up to the key `end`: rule 4 for a walk that is still under way when its transaction ends."""
+        """The rows up to the key `end`; an error of LMDB in the middle of the walk becomes one of ours."""
         try:
             if end is None:
                 yield from rows
@@ -241,13 +259,19 @@ class ReadTxn:
             raise UnknownDatabase("no database has this name", hint="`quire ls` lists the databases", name=name)
         return row.value
 
+    def require_database(self, db: int | str) -> tuple[int, DbRecord]:
+        """(id, record) of a database by id or name; `UnknownDatabase` if there is none."""
+        db_id = self.database_id(db) if isinstance(db, str) else db
+        record = self.database(db_id)
+        if record is None:
+            raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+        return db_id, record
+
     def live(self, db: int | str, kind: DbKind) -> tuple[int, DbRecord]:
         """(id, record) of a database that was not dropped, by id or name; it must be of this kind."""
         db_id = self.database_id(db) if isinstance(db, str) else db
         self.check_sound(db_id)
-        record, what = self.database(db_id), KIND_WORDS[kind]
-        if record is None:
-            raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+        (_, record), what = self.require_database(db_id), KIND_WORDS[kind]
         if record.kind is not kind:
             raise WrongKind(
                 f"not a {what}",
@@ -318,12 +342,18 @@ class ReadTxn:
 
     def refcount(self, artifact: ArtifactKey) -> RefcountRecord | None:
         """The references to an artifact; `None` if nothing ever referred to it, or it is gone."""
-        try:
-            key = artifact_key(artifact)
-            raw = self._get(key, db=self._handles[t.GC_REFCOUNTS.name])
-        except lmdb.Error as error:
-            raise self._explain(error) from error
-        return None if raw is None else t.GC_REFCOUNTS.rows.decode(key, raw)
+        return self.get(t.GC_REFCOUNTS, *astuple(artifact))
+
+    def artifact(self, artifact: ArtifactKey) -> Any:
+        """The catalog row of a chunk, a delta or a WAL segment; `None` if there is none.
+
+        A fork's row of an inherited segment is none: the bytes are described once, at the origin (M6).
+        """
+        if artifact.kind not in KINDS_WITH_OBJECTS:
+            return None
+        table, key = t.catalog_key(artifact)
+        row = self.get(table, *key)
+        return row if getattr(row, "origin_db_id", artifact.origin_db_id) == artifact.origin_db_id else None
 
     def namespace(self, namespace_id: int) -> NamespaceRecord | None:
         """A remote namespace by id."""
@@ -393,14 +423,24 @@ class ReadTxn:
         """A snapshot by id."""
         return self.get(t.SNAPSHOT_INDEX, db_id, snapshot_id)
 
+    def require_snapshot(self, db_id: int, snapshot: int | str) -> tuple[int, SnapshotRecord]:
+        """(id, record) of a snapshot by id or name; `UnknownSnapshot` if the database has none such."""
+        snapshot_id = snapshot
+        if isinstance(snapshot, str):
+            index = self.get(t.SNAPSHOT_NAMES, db_id, snapshot) if snapshot else None
+            snapshot_id = index.value if index is not None else 0
+        record = self.snapshot(db_id, int(snapshot_id))
+        if record is None:
+            hint = "`quire snapshot ls` lists them"
+            raise UnknownSnapshot("the database has no such snapshot", hint=hint, db_id=db_id, snapshot=snapshot)
+        return int(snapshot_id), record
+
     def job(self, job_id: int) -> JobRecord | None:
         """A job by id."""
         return self.get(t.JOB_QUEUE, job_id)
 
     def chain(self, db_id: int, slot: int) -> Chain:
         """The artifacts that hold a slot of a live database; empty if it has none."""
-        from quire.manifest.slots import EMPTY, place, unpack_leaf
-
         leaf, offset = place(slot)
         held = self.get(t.LIVE_LEAF, db_id, leaf)
         if held is None:
@@ -437,6 +477,13 @@ class ReadTxn:
                 return
             owner = table.key.unpack(first[0])[0]
             yield owner
+
+    def audit(self, db_id: int, *, since_ms: int = 0, until_ms: int | None = None) -> Iterator[AuditEntry]:
+        """What happened to one database in [since, until), oldest first."""
+        for (owner, at_ms, sequence, _), row in self.scan(t.AUDIT, start=(db_id, since_ms, 0, 0)):
+            if owner != db_id or (until_ms is not None and at_ms >= until_ms):
+                return
+            yield AuditEntry(owner, at_ms, sequence, **{**asdict(row), "component": Component(row.component)})
 
     def next_id(self, counter: Counter) -> int:
         """The next id a counter will hand out."""

@@ -1,13 +1,11 @@
 """Records of manifest tables: what a row says.
 
-Rules
-  1. A record is frozen: the writer keeps decoded records across transactions, so nobody may change one in place.
-  2. Fields are only appended, with defaults (M1): older bytes decode with the defaults, newer bytes decode by ignoring
-     what they do not know. Anything else bumps the table's version and adds a step to the migration ledger.
-  3. Times are milliseconds of the owner's clock; 0 means "never". Ids are 0 for "none".
+A record is frozen: the writer keeps decoded records across transactions, so nobody may change one in place. Fields are only
+appended, with defaults (M1): older bytes decode with the defaults, newer bytes decode by ignoring what they do not know.
+Anything else bumps the table's version and adds a step to the migration ledger. Times are milliseconds of the owner's clock;
+0 means "never". Ids are 0 for "none".
 
-The bytes (u16 version + msgpack array, or a packed struct for tables of plain numbers) are described in
-docs/formats/manifest.md.
+The bytes (u16 version + msgpack array, or a packed struct for tables of plain numbers): docs/formats/manifest.md.
 """
 
 # No `from __future__ import annotations`: msgspec would evaluate each type's text in each process (`ops/base.py` says more).

@@ -1,18 +1,11 @@
 """What damaged rows were: found again in the change log, or given up where one subscriber, reader or policy depends on them.
 
-Terms
-  damaged row   a row whose checksum is wrong, or that does not decode (K1)
+A logged row is what replaying the change log makes of it, if the log still begins with the first change. A retention policy
+is what the last change of it said, if the log still has that. What nothing knows any more is removed only where that deletes
+nothing and cheats nobody (`GIVEN_UP`). A cursor becomes a lost one, which says so to its subscriber; a counter goes on above
+every id that a row speaks of. Everything else has no fix here: the manifest has to come from a backup.
 
-Rules
-  1. A logged row is what replaying the change log makes of it, if the log still begins with the first change. A retention
-     policy is what the last change of it said, if the log still has that.
-  2. What nothing knows any more is removed only where that deletes nothing and cheats nobody: a policy (nothing is dropped
-     without one, and it has to be set again), an entry of the audit, a metric, the answer to a keyed batch, a reader's lease.
-     A cursor becomes a lost one, which says so to its subscriber. A counter goes on above every id that a row speaks of.
-  3. Everything else has no fix here: the manifest has to come from a backup.
-  4. Rows that can be restored hide what else is wrong: whoever mends them checks again.
-
-Called only where a check has found a damaged row. Threads: the caller's. Raises what reading raises.
+Called only where a check has found a damaged row (K1). Threads: the caller's. Raises what reading raises.
 """
 
 from __future__ import annotations
@@ -47,11 +40,14 @@ GIVEN_UP: dict[t.Table[Any], str] = {
     t.METRICS: "a rolling metric begins anew",
     t.IDEMPOTENCY: "the answer to a keyed batch is lost: a repeat of it would be applied again",
 }
-"""Tables whose rows may go (rule 2), and what that means."""
+"""Tables whose rows may go because nothing is deleted or promised by their absence, and what it means."""
 
 
 def propose(txn: ReadTxn, problems: list[Problem]) -> list[Problem]:
-    """The problems, with every damaged row named, and with fixes for those that can be restored (rule 4)."""
+    """The problems, with every damaged row named, and with fixes for those that can be restored.
+
+    Such rows hide what else is wrong: whoever mends them checks again.
+    """
     if not any(problem.rule == "K1" for problem in problems):
         return problems
     rows = list(_restorations(txn, list(damaged_rows(txn))))
@@ -131,7 +127,7 @@ def _is_readable(txn: ReadTxn) -> bool:
 
 
 def _replayed(txn: ReadTxn, wanted: list[tuple[t.Table[Any], bytes]]) -> dict[tuple[str, bytes], bytes | None]:
-    """What the whole change log makes of these rows; nothing if it is not whole any more (rule 1)."""
+    """What the whole change log makes of these rows; nothing if it is not whole any more."""
     try:
         if txn.feed_bounds()[0] != 1:
             return {}
@@ -139,8 +135,8 @@ def _replayed(txn: ReadTxn, wanted: list[tuple[t.Table[Any], bytes]]) -> dict[tu
             env = ManifestEnv(str(Path(directory) / "manifest.lmdb"), ManifestSettings(), write=True)
             try:
                 replay(txn.changes(1), env)
-                with ReadTxn(env) as told:
-                    return {(table.name, key): _plain(told, table, key) for table, key in wanted}
+                with ReadTxn(env) as replayed:
+                    return {(table.name, key): _plain(replayed, table, key) for table, key in wanted}
             finally:
                 env.close()
     except (ManifestDamaged, lmdb.Error):

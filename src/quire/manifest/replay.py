@@ -4,13 +4,10 @@ Terms
   feed      change records in order of their sequences, as `ReadTxn.changes` or a subscriber gives them
   position  the last sequence an environment has applied: the end of its own change log
 
-Rules
-  1. Replaying a whole feed into an empty environment gives its logged tables byte for byte (M2), generation watermarks
-     included, and the change log itself: what was replayed can be replayed from.
-  2. Records at or below the position are skipped, so a feed may be delivered twice; a gap is refused.
-  3. A record that does not apply means that these tables did not come from this feed: nothing of its step is kept.
-  4. A step is one transaction: rows, generations and change records together, so a position never lies. Each step looks
-     whether the environment still stands where the last one left it.
+Replaying a whole feed into an empty environment gives its logged tables byte for byte (M2), generation watermarks included,
+and the change log itself: what was replayed can be replayed from. Records at or below the position are skipped, so a feed may
+be delivered twice; a gap is refused. A step is one transaction: rows, generations and change records together, so a position
+never lies.
 
 Thread: the caller's; it must be the only writer of the environment. Raises `InvalidInput`, `ManifestDamaged`, `DiskFull`, and
 `StalePlan` if somebody else writes here.
@@ -20,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-
-import lmdb
+from typing import Any
 
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError, StalePlan
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
-from quire.manifest.env import ManifestEnv, translate
+from quire.manifest.env import ManifestEnv
 from quire.manifest.ops.cursors import sequence_bounds
 from quire.manifest.overlay import Overlay
 from quire.manifest.reads import ReadTxn
@@ -70,26 +66,25 @@ def _continuing(records: list[ChangeRecord], position: int) -> Iterator[ChangeRe
 
 
 def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> None:
-    txn = env.begin_write()
-    try:
+    rows = CHANGE_LOG.rows.encode_all([(CHANGE_LOG.key.pack(record.sequence), record) for record in records])
+
+    def apply(txn: Any) -> None:
+        overlay.discard()  # of an attempt that met a full map
         overlay.begin(txn)
         overlay.switch(strict=True)
         _refuse_moved(overlay, env)
         for record in records:
             _apply_one(overlay, record)
-        txn = _flush(overlay, env, txn, records)
-        txn.commit()
-    except (lmdb.Error, OSError) as error:
-        _give_up(overlay, txn)
-        raise translate(error, env.path) from error
-    except BaseException:
-        _give_up(overlay, txn)
-        raise
+        overlay.flush()
+        with txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
+            cursor.putmulti(rows)
+
+    env.transact(apply)
     overlay.settle()
 
 
 def _refuse_moved(overlay: Overlay, env: ManifestEnv) -> None:
-    """Rule 4: what `position_of` says of a snapshot, asked of the transaction."""
+    """Refuse if the environment does not stand where the last step left it."""
     with overlay.txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
         last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor.last() else 0
     last_applied = max(last, sequence_bounds(overlay)[0] - 1)
@@ -117,24 +112,3 @@ def _apply_one(overlay: Overlay, record: ChangeRecord) -> None:
         overlay.generation_watermarks.put(
             t.GENERATION_WATERMARKS.key.pack(component), GenerationRecord(generation, record.committed_at_ms)
         )
-
-
-def _flush(overlay: Overlay, env: ManifestEnv, txn: lmdb.Transaction, records: list[ChangeRecord]) -> lmdb.Transaction:
-    """Write the step; a full map is grown and the step written again, as the writer does."""
-    rows = CHANGE_LOG.rows.encode_all([(CHANGE_LOG.key.pack(record.sequence), record) for record in records])
-    while True:
-        try:
-            overlay.flush()
-            with txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
-                cursor.putmulti(rows)
-            return txn
-        except lmdb.MapFullError:
-            txn.abort()
-            env.grow()
-            txn = env.begin_write()
-            overlay.begin(txn)
-
-
-def _give_up(overlay: Overlay, txn: lmdb.Transaction) -> None:
-    txn.abort()
-    overlay.discard()

@@ -5,16 +5,11 @@ Terms
   position   the last change the replica has applied: the end of its own change log
   local      rows about the source's environment, not about its data: cursors, leases, readers, answers, metrics (`tables.py`)
 
-Rules
-  1. A change and the position behind it are one transaction of the replica; it is acknowledged to the source after that. So a
-     replica that is killed at any moment goes on where it stood: nothing is missed, what comes again is skipped.
-  2. A gap is refused: the replica never pretends to have what it has not seen.
-  3. A copy begins without the source's local rows. The log, its bounds and the marks of ids stay: sequences and ids go on along
-     the line, so no name means two things after a failover.
-  4. A replica belongs to the store it began with (`store_id`); the feed of another is refused, and so is its own if the two
-     have gone separate ways since, as far as both logs still show it.
-  5. A closed replica is an ordinary manifest: `ManifestStore.open` makes it the next owner, and it is no replica any more.
-     Answers to keyed batches (M11) were the source's own: a batch repeated across the failover is a new one.
+A change and the position behind it are one transaction of the replica; it is acknowledged to the source after that. So a
+replica that is killed at any moment goes on where it stood: nothing is missed, what comes again is skipped. A gap is refused.
+
+A closed replica is an ordinary manifest: `ManifestStore.open` makes it the next owner, and it is no replica any more. Answers
+to keyed batches (M11) were the source's own: a batch repeated across the failover is a new one.
 
     >>> import tempfile
     >>> from quire.manifest.records import DbKind
@@ -28,7 +23,8 @@ Rules
     0 1
 
 Threads: one at a time; one process writes a replica (`StalePlan` if two do). Raises `CursorLost` and `OutOfRange` (the feed
-does not connect), `InvalidInput` (a gap), `StalePlan`, `ManifestDamaged`, `AlreadyExists`, and what opening a manifest raises.
+does not connect), `InvalidInput` (a gap), `StalePlan`, `ManifestDamaged`, `AlreadyExists`, and what opening a manifest
+raises.
 """
 
 from __future__ import annotations
@@ -39,17 +35,14 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-import lmdb
-
 from quire.core.clock import SystemClock
 from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, ReadOnly, StalePlan, UnknownCursor
 from quire.core.settings import ManifestSettings
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord, Start
-from quire.manifest.env import ManifestEnv, translate
-from quire.manifest.feed import ChangeFeed
-from quire.manifest.feed_pages import PAGE_RECORDS
+from quire.manifest.env import ManifestEnv
+from quire.manifest.feed import PAGE_RECORDS, ChangeFeed
 from quire.manifest.migrations import SCHEMA, STORE_ID, migrate
 from quire.manifest.ops.base import LOCAL_COUNTERS
 from quire.manifest.ops.cursors import OLDEST_SEQUENCE, settle_oldest
@@ -73,7 +66,8 @@ CLEARED = tuple(
     if (table.policy is t.Policy.LOCAL and table not in (CHANGE_LOG, t.META, t.MIGRATIONS))
     or table.name in INDEXES_OF_LOCAL
 )
-"""What a copy begins without (rule 3). The ledger of migrations is about the file, so it stays."""
+"""The source's local rows, which a copy begins without. The log, its bounds and the marks of ids stay: sequences and ids go on
+along the line, so no name means two things after a failover. The ledger of migrations is about the file, so it stays."""
 
 KEPT_META = frozenset({SCHEMA, STORE_ID, OLDEST_SEQUENCE, *map(t.META.key.pack, LOCAL_COUNTERS.values())})
 
@@ -118,7 +112,7 @@ class Replica:
         """
         if os.path.exists(path):
             raise AlreadyExists("something is there already", hint="remove it, or copy to another path", path=path)
-        made = bool(name) and _register(manifest.feed, name)
+        is_registered = bool(name) and _register(manifest.feed, name)
         disk, staging = OsDisk(), path + STAGING
         try:
             _discard(disk, staging)
@@ -133,7 +127,7 @@ class Replica:
             disk.sync_dir(os.path.dirname(os.path.abspath(path)))
             return cls.open(path, settings=settings)
         except BaseException:
-            if made:
+            if is_registered:
                 manifest.feed.drop(name)
             raise
 
@@ -157,7 +151,7 @@ class Replica:
     def store_id(self) -> str:
         """The store this is a replica of, once it has met it."""
         with self.read() as txn:
-            return (txn.get(t.META, "store_id") or MetaRecord()).text
+            return txn.store_id()
 
     def read(self) -> ReadTxn:
         """A snapshot of the replica, for a moment."""
@@ -165,7 +159,7 @@ class Replica:
 
     # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def apply(self, changes: Iterable[ChangeRecord]) -> int:
-        """Apply changes in order, skipping those it has; the position afterwards. A gap is refused (rule 2)."""
+        """Apply changes in order, skipping those it has; the position afterwards. A gap is refused."""
         return replay(changes, self._env)
 
     def catch_up(self, feed: ChangeFeed, name: str, *, limit: int = PAGE_RECORDS) -> int:
@@ -186,7 +180,8 @@ class Replica:
                 return position
 
     def _join(self, feed: ChangeFeed, name: str) -> int:
-        """Hold the feed against this replica before anything is applied (rule 4); what the cursor has acknowledged."""
+        """Refuse the feed of another store, or of one that has gone a separate way, as far as both logs still show it, before
+        anything is applied; what the cursor has acknowledged."""
         position = self.position
         if (theirs := feed.store_id()) != self.store_id:
             if position and self.store_id:
@@ -237,18 +232,13 @@ class Replica:
         self._commit(overlay, lambda: overlay.meta.put(STORE_ID, MetaRecord(text=store_id)))
 
     def _commit(self, overlay: Overlay, change: Callable[[], None]) -> None:
-        txn = self._env.begin_write()
-        try:
+        def write(txn: Any) -> None:
+            overlay.discard()
             overlay.begin(txn)
             change()
             overlay.flush()
-            txn.commit()
-        except (lmdb.Error, OSError) as error:
-            txn.abort()
-            raise translate(error, self._env.path) from error
-        except BaseException:
-            txn.abort()
-            raise
+
+        self._env.transact(write)
         overlay.settle()
 
     # ── verifying ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -302,19 +292,17 @@ def _register(feed: ChangeFeed, name: str) -> bool:
 
 
 def _clear_local(env: ManifestEnv) -> None:
-    """Remove the source's local rows from a copy; log, bounds and marks of ids stay (rule 3)."""
-    txn = env.begin_write()
-    try:
+    """Remove the source's local rows from a copy; log, bounds and marks of ids stay."""
+
+    def clear(txn: Any) -> None:
         for table in CLEARED:
             txn.drop(env.handles[table.name], delete=False)
         with txn.cursor(db=env.handles[t.META.name]) as cursor:
             strange = [key for key in cursor.iternext(keys=True, values=False) if key not in KEPT_META]
         for key in strange:
             txn.delete(key, db=env.handles[t.META.name])
-        txn.commit()
-    except BaseException:
-        txn.abort()
-        raise
+
+    env.transact(clear)
 
 
 def _discard(disk: OsDisk, staging: str) -> None:

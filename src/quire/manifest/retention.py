@@ -5,20 +5,15 @@ Terms
   bucket     an hour, a day or an ISO week, in UTC; of each the newest snapshot counts, one of this schedule before others
   schedule   the owner makes a snapshot in every bucket that has none yet, named after the bucket
 
-Rules
-  1. A database without a policy, or with one that has no rule, loses nothing. Snapshots that expire go when their
-     time has come.
-  2. Deciding is a pure function of the snapshots, the policy and one clock, the owner's.
-  3. A policy never takes the last snapshots by itself: if it would leave none, applying it raises unless forced.
-  4. Applying is one batch of ordinary drops, with the delete job. A job adds its own end to that batch (`drops`).
-  5. Scheduled snapshots are tagged; the rule "named" keeps only those that a person named.
-  6. What a checkpoint keeps for time travel (P14), and what was lent to a reader, goes by its own time alone; it counts for no
-     rule.
+A database without a policy, or with one that has no rule, loses nothing. Snapshots that expire go when their time has come;
+what a checkpoint keeps for time travel (P14), and what was lent to a reader, goes by its own time alone and counts for no
+rule. Deciding is a pure function of the snapshots, the policy and one clock, the owner's. Applying is one batch of ordinary
+drops, with the delete job; a policy never takes the last snapshots unless forced.
 
     >>> from quire.manifest.records import RetentionRecord
     >>> policy = RetentionRecord(keep_last=1)
     >>> ages = [SnapshotInfo(1, n, "", SnapshotKind.ANONYMOUS, n * 1000, 1, 0, 0, 0, 0, 0, 0, 0, {}) for n in (1, 2)]
-    >>> [(each.snapshot.snapshot_id, each.keep, each.why) for each in decide(ages, policy, now_ms=5000)]
+    >>> [(row.snapshot.snapshot_id, row.keep, row.why) for row in decide(ages, policy, now_ms=5000)]
     [(1, False, 'no rule keeps it'), (2, True, 'among the last 1')]
 """
 
@@ -30,7 +25,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase, WouldDropEverything
+from quire.core.errors import InvalidInput, ManifestDamaged, WouldDropEverything
 from quire.core.events import emit
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
@@ -48,10 +43,10 @@ EXPIRED = "expired"
 """Why a snapshot goes that had a time to live of its own."""
 
 WINDOW = "for time travel"
-"""Why a snapshot stays that a checkpoint has kept for the window of time travel (rule 6)."""
+"""Why a snapshot stays that a checkpoint has kept for the window of time travel."""
 
 LENT = "lent to a reader"
-"""Why a snapshot stays that the service has made for somebody who reads, until its time is over (rule 6)."""
+"""Why a snapshot stays that the service has made for somebody who reads, until its time is over."""
 
 LENT_TAGS = {"by": "lend"}
 """The tags that such a snapshot carries."""
@@ -116,13 +111,13 @@ class RetentionPlan:
 
     @property
     def needs_force(self) -> bool:
-        """Whether it is refused unless somebody says that it is meant (rule 3): what has expired goes in any case."""
+        """Whether it is refused unless somebody says that it is meant: what has expired goes in any case."""
         return self.drops_everything and any(decision.why not in (EXPIRED, *OWN_TIME) for decision in self.decisions)
 
 
 def bucket(schedule: str, at_ms: int) -> str:
     """
-    >>> [bucket(each, 1_700_000_000_000) for each in BUCKETS]
+    >>> [bucket(schedule, 1_700_000_000_000) for schedule in BUCKETS]
     ['2023-11-14T22', '2023-11-14', '2023-W46']
     """
     return BUCKETS[schedule](datetime.fromtimestamp(at_ms / 1000, UTC))
@@ -143,12 +138,12 @@ def check_policy(policy: RetentionRecord) -> RetentionRecord:
 
 
 def has_rules(policy: RetentionRecord) -> bool:
-    """Whether the policy drops anything at all (rule 1)."""
+    """Whether the policy drops anything at all."""
     return any((policy.keep_last, policy.keep_generations, policy.keep_seconds, *(getattr(policy, b) for b in BUCKETS)))
 
 
 def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *, now_ms: int) -> list[Decision]:
-    """What becomes of each snapshot, in the order given (rule 2)."""
+    """What becomes of each snapshot, in the order given."""
     snapshots = list(snapshots)
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
     why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
@@ -199,17 +194,17 @@ def _by_bucket(newest_first: list[SnapshotInfo], schedule: str) -> dict[str, lis
 
 
 def is_window(snapshot: SnapshotInfo) -> bool:
-    """Whether a checkpoint keeps it for time travel (rule 6)."""
+    """Whether a checkpoint keeps it for time travel."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and WINDOW_TAG in snapshot.tags
 
 
 def is_lent(snapshot: SnapshotInfo) -> bool:
-    """Whether the service has lent it to a reader (rule 6)."""
+    """Whether the service has lent it to a reader."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and snapshot.tags == LENT_TAGS
 
 
 def is_personal(snapshot: SnapshotInfo) -> bool:
-    """Whether a person named it (rule 5)."""
+    """Whether a person named it."""
     return snapshot.kind is SnapshotKind.NAMED and SCHEDULE_TAG not in snapshot.tags
 
 
@@ -225,8 +220,8 @@ def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[tuple[str, str]]:
 def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, now_ms: int) -> bool:
     """Whether the schedule's snapshot of now's bucket is there. Looks back no further than the bucket."""
     place, snapshot_id = bucket(schedule, now_ms), U32_MAX
-    while (found := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
-        (_, snapshot_id), record = found
+    while (row := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
+        (_, snapshot_id), record = row
         if bucket(schedule, record.created_at_ms) != place:
             return False
         if record.tags.get(SCHEDULE_TAG) == schedule:
@@ -244,10 +239,7 @@ class Retention:
     def get(self, db: int | str) -> RetentionRecord | None:
         """The policy of a database; `None` if it has none."""
         with self._manifest.read() as txn:
-            db_id = db if isinstance(db, int) else txn.database_id(db)
-            if txn.database(db_id) is None:
-                raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
-            return txn.get(t.RETENTION, db_id)
+            return txn.get(t.RETENTION, txn.require_database(db)[0])
 
     def set(self, db: int | str, policy: RetentionRecord | None) -> None:
         """Give a database a policy, or none. Nothing is dropped before it is applied."""
@@ -259,9 +251,7 @@ class Retention:
 
     def plan(self, db: int | str, policy: RetentionRecord | None = None) -> RetentionPlan:
         """What the database's policy (or another one) would do now: the dry run."""
-        if policy is not None:
-            check_policy(policy)
-        chosen = policy if policy is not None else self.get(db)
+        chosen = self.get(db) if policy is None else check_policy(policy)
         with self._manifest.read() as txn:
             db_id = db if isinstance(db, int) else txn.database_id(db)
         decisions = decide(self._manifest.snapshots.of(db_id), chosen, now_ms=self._manifest.clock.now_ms())
@@ -274,7 +264,10 @@ class Retention:
         return plan.dropped
 
     def drops(self, plan: RetentionPlan, *, force: bool = False) -> list[Op]:
-        """The operations that do what the plan says, none if nothing goes; `WouldDropEverything` as rule 3 has it."""
+        """The operations that do what the plan says, none if nothing goes.
+
+        `WouldDropEverything` if no snapshot would be left, unless forced.
+        """
         dropped = plan.dropped
         if plan.needs_force and not force:
             raise WouldDropEverything(

@@ -2,15 +2,15 @@
 
 Terms
   plain row    what the record's codec makes: `record_version`, then the body. Stores made before checksums hold such rows
-  stored row   a plain row whose version has its highest bit set, then the crc32 of (table name, key, row), a little-endian u32
+  stored row   a plain row whose version has its highest bit set, then the crc32 of (table name, key, row), a little-endian
+  u32
 
-Rules
-  1. Every row of every table is written with a checksum. It is looked at with every read: what decodes is what was written, to
-     this table, under this key. Anything else is `ManifestDamaged`, which names table and key, and nothing is decided by it.
-  2. A plain row is read as it always was. The migration step `row_checksums` gives it a checksum; one that has lost its mark is
-     four bytes too long to be a plain row, and does not decode.
-  3. The checksum finds changed bytes and rows under another's key. It does not find a row that was there before and came back,
-     nor one that is missing (a write that the disk lost): LMDB's pages carry no such proof.
+The checksum is looked at with every read: what decodes is what was written, to this table, under this key. Anything else is
+`ManifestDamaged`, which names table and key, and nothing is decided by it. It does not find a row that was there before and
+came back, nor one that is missing (a write that the disk lost): LMDB's pages carry no such proof.
+
+A plain row is read as it always was; the migration step `row_checksums` gives it a checksum. One that has lost its mark is
+four bytes too long to be a plain row, and does not decode.
 
 Pure functions, any thread. Layout: docs/formats/manifest.md, why: docs/decisions/025-row-checksums.md.
 """

@@ -3,17 +3,12 @@
 Terms
   slot     the place of one chunk in a database; its number is the chunk id (M7)
   leaf     256 consecutive slots; slot s is at offset s % 256 of leaf s // 256
-  chain    the artifacts that together hold a slot's pages: first the base, then deltas, oldest first
+  chain    the artifacts that together hold a slot's pages: its only base, then distinct deltas of rising covered_lsn
   covered  every artifact carries the highest lsn it holds; a chain's is that of its last artifact (P8)
 
 An entry is 20 bytes, little-endian: offset u8, kind u8, delta_id u16, origin_db_id u32, generation u32, covered_lsn u64.
-
-Rules
-  1. Entries are sorted by offset; within a slot they keep the order of the chain.
-  2. A chain begins with its only BASE and goes on with distinct DELTAs of strictly rising covered_lsn.
-  3. A slot without a chain has no entry.
-
-Pure functions, any thread; numpy only where many leaves are read at once. Part of docs/formats/manifest.md.
+Entries are sorted by offset, and within a slot in the order of the chain. Part of docs/formats/manifest.md. Pure functions,
+any thread.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ def place(slot: int) -> tuple[int, int]:
 
 
 def check_chain(chain: Chain, slot: int) -> None:
-    """Rule 2, for chains that come from callers."""
+    """Refuse a chain of a caller that is not one base followed by distinct deltas of rising lsns."""
     if chain[0].kind is not ArtifactKind.BASE or any(link.kind is not ArtifactKind.DELTA for link in chain[1:]):
         raise InvalidInput(
             "a chain is one base followed by deltas", slot=slot, kinds=[link.kind.name for link in chain]

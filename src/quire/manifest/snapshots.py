@@ -5,43 +5,34 @@ Terms
   view     leaves (the slot map) + pins (WAL segments up to the anchor): everything that is needed to read that version
   lineage  which database was forked from which, at which version
 
-Rules
-  1. Publishing and forking are one transaction that copies keys and raises counts, whatever the size of the database (M7).
-  2. The anchor is taken before the transaction and checked in it (P13): if a checkpoint has gone beyond it, it is taken again.
-     An engine with an open segment seals it first and passes its own anchor.
-  3. Dropping lowers counts; what reaches zero is work for the database's delete job, enqueued in the same transaction (M8).
-  4. Two versions are compared by their keys: what is shared is equal without being read.
+Publishing and forking are one transaction that copies keys and raises counts, whatever the size of the database (M7).
+Dropping lowers counts; what reaches zero is work for the database's delete job, enqueued in the same transaction (M8).
 
-Threads: any. Raises `UnknownSnapshot`, `NameTaken`, `DatabaseTombstoned`, `UnknownDatabase`, `StalePlan` (the database is
-checkpointed faster than an anchor can be taken). With an anchor of the caller's own also `ArtifactGone` and
-`UnknownArtifact`: a segment it pins was truncated.
+Threads: any. Raises `UnknownSnapshot`, `NameTaken`, `DatabaseTombstoned`, `UnknownDatabase`, `StalePlan` (checkpoints come
+faster than an anchor can be taken). With an anchor of the caller's own also `ArtifactGone` and `UnknownArtifact`: a segment
+it pins was truncated.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import (
-    ArtifactGone,
-    InvalidInput,
-    StalePlan,
-    UnknownArtifact,
-    UnknownDatabase,
-    UnknownSnapshot,
-)
-from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
+from quire.core.errors import ArtifactGone, InvalidInput, StalePlan, UnknownArtifact
+from quire.core.ids import ArtifactKey
+from quire.core.limits import CHUNK_BYTES
 from quire.manifest import tables as t
 from quire.manifest.differences import View, compare, read_leaves
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import SetDbOptions
+from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
+from quire.manifest.slots import artifacts
 
 if TYPE_CHECKING:
     from quire.manifest.differences import SnapshotDiff
@@ -251,26 +242,25 @@ class Snapshots:
     def of(self, db: int | str) -> list[SnapshotInfo]:
         """The snapshots of a database, oldest first."""
         with self._manifest.read() as txn:
-            db_id = _db_id(txn, db)
+            db_id, _ = txn.require_database(db)
             return [_info(db_id, key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)]
 
     def get(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """A snapshot by id or by name."""
         with self._manifest.read() as txn:
-            db_id, snapshot_id, record = _find(txn, db, snapshot)
-            return _info(db_id, snapshot_id, record)
+            db_id, _ = txn.require_database(db)
+            return _info(db_id, *txn.require_snapshot(db_id, snapshot))
 
     def describe(self, db: int | str, snapshot: int | str) -> SnapshotDetail:
         """A snapshot and the sizes of what it holds."""
         with self._manifest.read() as txn:
-            db_id, snapshot_id, record = _find(txn, db, snapshot)
+            db_id, _ = txn.require_database(db)
+            snapshot_id, record = txn.require_snapshot(db_id, snapshot)
             slots, named = 0, set[ArtifactKey]()
             for number, leaf in read_leaves(txn, record.leaves):
                 slots += len(leaf)
-                named.update(
-                    link.artifact(number * SLOTS_PER_LEAF + offset) for offset, chain in leaf.items() for link in chain
-                )
-            chunk_bytes = sum(_size(txn, key) for key in named)
+                named.update(artifacts(leaf, number))
+            chunk_bytes = sum(artifact_bytes(txn.artifact(key)) for key in named)
         wal_bytes = sum(pin.used_bytes for pin in record.pins)
         return SnapshotDetail(_info(db_id, snapshot_id, record), slots, len(named), chunk_bytes, wal_bytes)
 
@@ -346,28 +336,6 @@ def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
     return Anchor(lsn, segment_id, size_pages or wal.size_pages, pins)
 
 
-def _db_id(txn: ReadTxn, db: int | str) -> int:
-    if not isinstance(db, int):
-        return txn.database_id(db)
-    if txn.database(db) is None:
-        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db)
-    return db
-
-
-def _find(txn: ReadTxn, db: int | str, snapshot: int | str) -> tuple[int, int, SnapshotRecord]:
-    db_id = _db_id(txn, db)
-    snapshot_id = snapshot
-    if isinstance(snapshot, str):
-        index = txn.get(t.SNAPSHOT_NAMES, db_id, snapshot) if snapshot else None
-        snapshot_id = index.value if index else 0
-    record = txn.snapshot(db_id, int(snapshot_id))
-    if record is None:
-        raise UnknownSnapshot(
-            "the database has no such snapshot", hint="`quire snapshot ls` lists them", db=db, snapshot=snapshot
-        )
-    return db_id, int(snapshot_id), record
-
-
 def _info(db_id: int, snapshot_id: int, record: SnapshotRecord) -> SnapshotInfo:
     return SnapshotInfo(
         db_id,
@@ -387,24 +355,13 @@ def _info(db_id: int, snapshot_id: int, record: SnapshotRecord) -> SnapshotInfo:
     )
 
 
-def _size(txn: ReadTxn, key: ArtifactKey) -> int:
-    row: Any
-    if key.kind is ArtifactKind.BASE:
-        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
-    else:
-        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
-    return row.size_bytes if row is not None else 0
-
-
 def _view(txn: ReadTxn, db: int | str, snapshot: int | str | None) -> View:
-    db_id = _db_id(txn, db)
-    record = txn.database(db_id)
-    page_size = record.page_size if record else 0
-    pages = (record.pages_per_chunk if record else 0) or (CHUNK_BYTES // page_size if page_size else 0)
+    db_id, record = txn.require_database(db)
+    pages = record.pages_per_chunk or (CHUNK_BYTES // record.page_size if record.page_size else 0)
     if snapshot is None:
         leaves = {key[1]: (leaf.origin_db_id, leaf.generation) for key, leaf in txn.scan(t.LIVE_LEAF, db_id)}
         anchor = published_anchor(txn, db_id)
         return View(leaves, anchor.pins, pages, anchor.size_pages)
-    _, _, kept = _find(txn, db_id, snapshot)
+    _, kept = txn.require_snapshot(db_id, snapshot)
     held = {number: (origin, gen) for number, origin, gen in kept.leaves}
     return View(held, tuple(kept.pins), pages, kept.size_pages)

@@ -13,37 +13,35 @@ return it (M5: an id must not leave the process before its batch has committed);
     1 shop
 
 Threads: any. One `ManifestStore` per process and file; `mode="r"` for any number of other processes.
-
-Loading this module loads what reading needs. The writer, the operations, the checker and each part (`snapshots`, `jobs`, …) are
-imported where they are used: a command that lists is over before all of them would be there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import lmdb
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDatabase
+from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly
 from quire.core.limits import SCAN_ROWS_MAX
-from quire.core.settings import FeedSettings, ManifestSettings
+from quire.core.settings import ManifestSettings
 from quire.durable.names import check_name
 from quire.manifest import namespaces
 from quire.manifest import tables as t
-from quire.manifest.audit import audit_of
 from quire.manifest.check import check
 from quire.manifest.env import ManifestEnv
 from quire.manifest.feed import ChangeFeed
 from quire.manifest.jobqueue import JobQueue
+from quire.manifest.leases import VersionLeases
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.ops.base import Counter, ReserveIds
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.reads import ReadTxn, table_named
+from quire.manifest.ownership import own
+from quire.manifest.reads import AuditEntry, ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
     DbKind,
@@ -57,13 +55,10 @@ from quire.manifest.snapshots import Snapshots
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from quire.manifest.audit import AuditEntry
     from quire.manifest.check import Problem
-    from quire.manifest.guard import GenerationWait, ManifestGuard
-    from quire.manifest.ops.base import Component, Op
+    from quire.manifest.guard import ManifestGuard
+    from quire.manifest.ops.base import Op
     from quire.manifest.writer import ManifestWriter
-
-P = TypeVar("P")
 
 
 class ManifestStore:
@@ -82,9 +77,16 @@ class ManifestStore:
         self._ids_lock = threading.Lock()
         self._next_ids = next_ids
         self._next_generations: dict[int, int] = {}
-        self.feed_settings = FeedSettings()
-        self._parts: dict[type[Any], Any] = {}
-        self._parts_lock = threading.Lock()
+        self.snapshots = Snapshots(self)
+        """Snapshots, forks, lineage."""
+        self.jobs = JobQueue(self)
+        """Work that survives crashes."""
+        self.retention = Retention(self)
+        """Which snapshots are kept, which are made by themselves."""
+        self.leases = VersionLeases(self)
+        """Versions lent to readers that read files and objects by themselves."""
+        self.feed = ChangeFeed(self)
+        """Everything that was committed, in order, for subscribers."""
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -111,9 +113,15 @@ class ManifestStore:
                     refuse_newer(txn._txn, env)
                 # Readers hand out no ids, and a damaged manifest must open for `manifest check`.
                 return cls(env, clock, None, {})
-            from quire.manifest.ownership import own
-
-            return cls(env, clock, *own(env, clock, repair=repair))
+            writer, next_ids = own(env, clock, repair=repair)
+            try:
+                manifest = cls(env, clock, writer, next_ids)
+                manifest.leases.load()
+                manifest.feed.trim_behind()
+            except BaseException:
+                writer.close()
+                raise
+            return manifest
         except lmdb.Error as error:  # LMDB met a page that makes no sense
             env.close()
             raise ManifestDamaged(
@@ -176,50 +184,12 @@ class ManifestStore:
         with self.read() as txn:
             return list(check(txn))
 
-    def when_generation(self, component: Component, target: int) -> GenerationWait:
-        """An awaitable that resolves once `component` has reached `target`."""
-        return self.writer.when_generation(component, target)
-
-    def wait_for_generation(self, component: Component, target: int, timeout: float | None = None) -> int:
-        """Block until `component` has reached `target`; the generation it has by then."""
-        return self.writer.when_generation(component, target).result(timeout)
-
-    # ── the parts, each made when it is first asked for ───────────────────────────────────────────────────────────────
-    @property
-    def snapshots(self) -> Snapshots:
-        """Snapshots, forks, lineage."""
-        return self._part(Snapshots, lambda: Snapshots(self))
-
-    @property
-    def jobs(self) -> JobQueue:
-        """Work that survives crashes."""
-        return self._part(JobQueue, lambda: JobQueue(self))
-
-    @property
-    def retention(self) -> Retention:
-        """Which snapshots are kept, which are made by themselves."""
-        return self._part(Retention, lambda: Retention(self))
-
-    @property
-    def feed(self) -> ChangeFeed:
-        """Everything that was committed, in order, for subscribers."""
-        return self._part(ChangeFeed, lambda: ChangeFeed(self, self.feed_settings))
-
-    def _part(self, kind: type[P], make: Callable[[], P]) -> P:
-        part: P | None = self._parts.get(kind)
-        if part is None:
-            with self._parts_lock:  # parts have locks of their own: there is one of each
-                part = self._parts[kind] = self._parts.get(kind) or make()
-        return part
-
     # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
     def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
         """What happened to a database (or to all, those that are gone included) in [since, until), oldest first."""
         with self.read() as txn:
             wanted = [txn.database_id(db) if isinstance(db, str) else db] if db is not None else txn.owners(t.AUDIT)
-            entries = [
-                entry for db_id in wanted for entry in audit_of(txn, db_id, since_ms=since_ms, until_ms=until_ms)
-            ]
+            entries = [entry for db_id in wanted for entry in txn.audit(db_id, since_ms=since_ms, until_ms=until_ms)]
         return sorted(entries, key=lambda entry: entry.sequence)
 
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +215,7 @@ class ManifestStore:
     def reserve_generation(self, db_id: int) -> int:
         """A generation of the database that will never be given again."""
         with self.read() as txn:
-            record = txn.database(db_id)
-        if record is None:
-            raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+            _, record = txn.require_database(db_id)
         with self._ids_lock:
             generation = max(record.next_generation, self._next_generations.get(db_id, 0))
             self._next_generations[db_id] = generation + 1

@@ -5,11 +5,8 @@ Terms
   local     never logged: about this environment, its subscribers and its readers, not about the data
   derived   an index that can be rebuilt from other tables; written in the same transaction, never logged itself
 
-Rules
-  1. This list is the schema. `docs/formats/manifest.md` shows it and a test compares the two.
-  2. A table is added by a line here and, for stores that exist, by nothing else: tables are made at open.
-
-Constants only.
+This list is the schema: `docs/formats/manifest.md` shows it and a test compares the two. A table is added by a line here and,
+for stores that exist, by nothing else: tables are made at open.
 """
 
 from __future__ import annotations
@@ -18,10 +15,11 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Generic
 
+from quire.core.errors import InvalidInput
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
-from quire.manifest.keys import KeyCodec, Width
-from quire.manifest.records import FollowedFileRecord, LsmEndsRecord, LsmTableRecord, NamespaceRecord
+from quire.manifest.keys import KeyCodec
 from quire.manifest.rows import RowCodec
 
 
@@ -37,7 +35,7 @@ class Table(Generic[R]):
     def __init__(
         self,
         name: str,
-        key: tuple[tuple[str, Width], ...],
+        key: str,
         record: type[R],
         policy: Policy,
         purpose: str,
@@ -46,7 +44,7 @@ class Table(Generic[R]):
         packed: str | None = None,
     ) -> None:
         self.name = name
-        self.key = KeyCodec(*key)
+        self.key = KeyCodec.of(key)
         self._record, self._version, self._packed = record, version, packed
         self.policy = policy
         self.purpose = purpose
@@ -70,91 +68,77 @@ TABLES: dict[str, Table[Any]] = {}
 """All tables by name, in the order in which they are declared."""
 
 _LOGGED, _LOCAL, _DERIVED = Policy.LOGGED, Policy.LOCAL, Policy.DERIVED
-_ARTIFACT: tuple[tuple[str, Width], ...] = (
-    ("origin_db_id", "u32"),
-    ("kind", "u8"),
-    ("id", "u32"),
-    ("generation", "u32"),
-    ("delta_id", "u16"),
-)
+_ARTIFACT = "origin_db_id u32, kind u8, id u32, generation u32, delta_id u16"
 
 # ── logged ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-DB = Table("db", (("db_id", "u32"),), r.DbRecord, _LOGGED, "identity, configuration and life of a database")
+DB = Table("db", "db_id u32", r.DbRecord, _LOGGED, "identity, configuration and life of a database")
 WAL_STATE = Table(
-    "wal_state", (("db_id", "u32"), ("shard", "u16")), r.WalStateRecord, _LOGGED, "how far the WAL has come; flush gate"
+    "wal_state", "db_id u32, shard u16", r.WalStateRecord, _LOGGED, "how far the WAL has come; flush gate"
 )
-WAL_CATALOG = Table(
-    "wal_catalog", (("db_id", "u32"), ("segment_id", "u32")), r.WalRecord, _LOGGED, "WAL artifacts and their states"
-)
+WAL_CATALOG = Table("wal_catalog", "db_id u32, segment_id u32", r.WalRecord, _LOGGED, "WAL artifacts and their states")
 WAL_MANIFEST = Table(
     "wal_manifest",
-    (("db_id", "u32"), ("generation", "u32"), ("segment_id", "u32")),
+    "db_id u32, generation u32, segment_id u32",
     r.WalChunkPointer,
     _LOGGED,
     "order of sealed WAL artifacts per generation",
 )
 CHUNK_CATALOG = Table(
     "chunk_catalog",
-    (("origin_db_id", "u32"), ("chunk_id", "u32"), ("generation", "u32")),
+    "origin_db_id u32, chunk_id u32, generation u32",
     r.ChunkRecord,
     _LOGGED,
     "base chunks: residency, size, hashes",
 )
 CHUNK_DELTA_INDEX = Table(
     "chunk_delta_index",
-    (("origin_db_id", "u32"), ("chunk_id", "u32"), ("generation", "u32"), ("delta_id", "u16")),
+    "origin_db_id u32, chunk_id u32, generation u32, delta_id u16",
     r.DeltaRecord,
     _LOGGED,
     "deltas over base chunks",
 )
 CHECKPOINT_PLAN = Table(
     "checkpoint_plan",
-    (("db_id", "u32"), ("generation", "u32")),
+    "db_id u32, generation u32",
     r.PlanRecord,
     _LOGGED,
     "plans of checkpoints and merges that are running",
 )
 SLOT_LEAF = Table(
     "slot_leaf",
-    (("origin_db_id", "u32"), ("leaf", "u32"), ("generation", "u32")),
+    "origin_db_id u32, leaf u32, generation u32",
     r.LeafRecord,
     _LOGGED,
     "immutable leaves of 256 slots: slot → chain of base and deltas",
 )
-LIVE_LEAF = Table(
-    "live_leaf", (("db_id", "u32"), ("leaf", "u32")), r.LeafRef, _LOGGED, "the leaf versions a live database holds"
-)
-REMOTE_NAMESPACE = Table(
-    "remote_namespace", (("namespace_id", "u32"),), NamespaceRecord, _LOGGED, "buckets and prefixes"
-)
+LIVE_LEAF = Table("live_leaf", "db_id u32, leaf u32", r.LeafRef, _LOGGED, "the leaf versions a live database holds")
+REMOTE_NAMESPACE = Table("remote_namespace", "namespace_id u32", r.NamespaceRecord, _LOGGED, "buckets and prefixes")
 SNAPSHOT_INDEX = Table(
     "snapshot_index",
-    (("db_id", "u32"), ("snapshot_id", "u32")),
+    "db_id u32, snapshot_id u32",
     r.SnapshotRecord,
     _LOGGED,
     "snapshots: leaf keys, pinned segments, anchor",
 )
-RETENTION = Table(
-    "retention", (("db_id", "u32"),), r.RetentionRecord, _LOGGED, "which snapshots are kept, which are made"
-)
+RETENTION = Table("retention", "db_id u32", r.RetentionRecord, _LOGGED, "which snapshots are kept, which are made")
 LSM_CATALOG = Table(
     "lsm_catalog",
-    (("db_id", "u32"), ("sst_id", "u64")),
-    LsmTableRecord,
+    "db_id u32, sst_id u64",
+    r.LsmTableRecord,
     _LOGGED,
     "live tables of key-value databases, folded from their own manifests",
 )
 AUDIT = Table(
     "audit",
-    (("db_id", "u32"), ("at_ms", "u64"), ("sequence", "u64"), ("ordinal", "u32")),
+    "db_id u32, at_ms u64, sequence u64, ordinal u32",
     r.AuditRecord,
     _LOGGED,
     "what happened to a database: snapshots, forks, uploads, deletions",
 )
-JOB_QUEUE = Table("job_queue", (("job_id", "u64"),), r.JobRecord, _LOGGED, "durable work items")
+JOB_QUEUE = Table("job_queue", "job_id u64", r.JobRecord, _LOGGED, "durable work items")
 JOB_PENDING_INDEX = Table(
     "job_pending_index",
-    (("db_id", "u32"), ("job_kind", "u16")),
+    "db_id u32, job_kind u16",
     r.IndexRecord,
     _LOGGED,
     "gate: the outstanding job of an exclusive kind",
@@ -163,7 +147,7 @@ JOB_PENDING_INDEX = Table(
 GC_REFCOUNTS = Table("gc_refcounts", _ARTIFACT, r.RefcountRecord, _LOGGED, "references to artifacts", packed="IIQ")
 PAGE_VERSION_INDEX = Table(
     "page_version_index",
-    (("db_id", "u32"), ("page", "u32"), ("lsn", "u64")),
+    "db_id u32, page u32, lsn u64",
     r.PageVersionRecord,
     _LOGGED,
     "page versions that live in the WAL",
@@ -171,48 +155,46 @@ PAGE_VERSION_INDEX = Table(
 )
 PAGE_VERSION_HEAD = Table(
     "page_version_head",
-    (("db_id", "u32"), ("page", "u32")),
+    "db_id u32, page u32",
     r.PageHeadRecord,
     _LOGGED,
     "newest WAL-backed version of a page",
     packed="QII",
 )
 GENERATION_WATERMARKS = Table(
-    "generation_watermarks", (("component", "u32"),), r.GenerationRecord, _LOGGED, "batches that touched a component"
+    "generation_watermarks", "component u32", r.GenerationRecord, _LOGGED, "batches that touched a component"
 )
-ID_WATERMARKS = Table("id_watermarks", (("counter", "u16"),), r.WatermarkRecord, _LOGGED, "next ids, never reused")
+ID_WATERMARKS = Table("id_watermarks", "counter u16", r.WatermarkRecord, _LOGGED, "next ids, never reused")
 
 # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # change_log is declared in change.py: its records are made of operations, which are made of these tables.
-CHANGE_CURSORS = Table("change_cursors", (("cursor_id", "u64"),), r.CursorRecord, _LOCAL, "subscribers of the feed")
+CHANGE_CURSORS = Table("change_cursors", "cursor_id u64", r.CursorRecord, _LOCAL, "subscribers of the feed")
 SNAPSHOT_READERS = Table(
-    "snapshot_readers", (("db_id", "u32"), ("reader_id", "u64")), r.ReaderRecord, _LOCAL, "leases of remote readers"
+    "snapshot_readers", "db_id u32, reader_id u64", r.ReaderRecord, _LOCAL, "leases of remote readers"
 )
-SNAPSHOT_FLOOR = Table("snapshot_floor", (("db_id", "u32"),), r.FloorRecord, _LOCAL, "lowest version still readable")
-METRICS = Table("metrics", (("scope", "u32"), ("metric_kind", "u32")), r.MetricRecord, _LOCAL, "rolling metrics")
-IDEMPOTENCY = Table("idempotency", (("key", "raw"),), r.IdempotencyRecord, _LOCAL, "answers to keyed batches")
-JOB_LEASES = Table("job_leases", (("job_id", "u64"),), r.JobLeaseRecord, _LOCAL, "who works on a job, and progress")
-LSM_ENDS = Table(
-    "lsm_ends", (("db_id", "u32"),), LsmEndsRecord, _LOCAL, "acknowledged ends of key-value databases' logs"
-)
+SNAPSHOT_FLOOR = Table("snapshot_floor", "db_id u32", r.FloorRecord, _LOCAL, "lowest version still readable")
+METRICS = Table("metrics", "scope u32, metric_kind u32", r.MetricRecord, _LOCAL, "rolling metrics")
+IDEMPOTENCY = Table("idempotency", "key raw", r.IdempotencyRecord, _LOCAL, "answers to keyed batches")
+JOB_LEASES = Table("job_leases", "job_id u64", r.JobLeaseRecord, _LOCAL, "who works on a job, and progress")
+LSM_ENDS = Table("lsm_ends", "db_id u32", r.LsmEndsRecord, _LOCAL, "acknowledged ends of key-value databases' logs")
 FOLLOWED_FILES = Table(
-    "followed_files", (("db_id", "u32"),), FollowedFileRecord, _LOCAL, "SQLite files that the owner follows"
+    "followed_files", "db_id u32", r.FollowedFileRecord, _LOCAL, "SQLite files that the owner follows"
 )
-META = Table("meta", (("name", "text"),), r.MetaRecord, _LOCAL, "facts about this environment")
+META = Table("meta", "name text", r.MetaRecord, _LOCAL, "facts about this environment")
 LAST_VERIFICATION = "last_verification"
 """The row of `meta` with what the last verification of the whole store found in files that are no artifacts."""
 OBJECT_PLACE = "object_place"
 """The row of `meta` that says where the store's objects are."""
-MIGRATIONS = Table("migrations", (("name", "text"),), r.MigrationRecord, _LOCAL, "the migration ledger")
+MIGRATIONS = Table("migrations", "name text", r.MigrationRecord, _LOCAL, "the migration ledger")
 
 # ── derived ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-DB_NAMES = Table("db_names", (("name", "text"),), r.IndexRecord, _DERIVED, "name → db_id", packed="Q")
+DB_NAMES = Table("db_names", "name text", r.IndexRecord, _DERIVED, "name → db_id", packed="Q")
 SNAPSHOT_NAMES = Table(
-    "snapshot_names", (("db_id", "u32"), ("name", "text")), r.IndexRecord, _DERIVED, "name → snapshot_id", packed="Q"
+    "snapshot_names", "db_id u32, name text", r.IndexRecord, _DERIVED, "name → snapshot_id", packed="Q"
 )
-CURSOR_NAMES = Table("cursor_names", (("name", "text"),), r.IndexRecord, _DERIVED, "name → cursor_id", packed="Q")
+CURSOR_NAMES = Table("cursor_names", "name text", r.IndexRecord, _DERIVED, "name → cursor_id", packed="Q")
 JOBS_BY_STATE = Table(
-    "jobs_by_state", (("state", "u8"), ("job_id", "u64")), r.IndexRecord, _DERIVED, "jobs in each state", packed="Q"
+    "jobs_by_state", "state u8, job_id u64", r.IndexRecord, _DERIVED, "jobs in each state", packed="Q"
 )
 GC_ZERO = Table("gc_zero", _ARTIFACT, r.IndexRecord, _DERIVED, "artifacts at zero → since when", packed="Q")
 
@@ -220,6 +202,18 @@ NOT_ARCHIVED = frozenset(
     {SNAPSHOT_READERS.name, SNAPSHOT_FLOOR.name, METRICS.name, JOB_LEASES.name, FOLLOWED_FILES.name}
 )
 """Tables about processes of this machine: a restored store begins without their rows."""
+
+
+def catalog_key(artifact: ArtifactKey) -> tuple[Table[Any], tuple[int, ...]]:
+    """The table that has the row of an artifact with bytes, and its key there: at its origin, for all who share it (M6)."""
+    if artifact.kind is ArtifactKind.BASE:
+        return CHUNK_CATALOG, (artifact.origin_db_id, artifact.id, artifact.generation)
+    if artifact.kind is ArtifactKind.DELTA:
+        return CHUNK_DELTA_INDEX, (artifact.origin_db_id, artifact.id, artifact.generation, artifact.delta_id)
+    if artifact.kind is ArtifactKind.WAL:
+        return WAL_CATALOG, (artifact.origin_db_id, artifact.id)
+    raise InvalidInput("only chunks, deltas and WAL segments have bytes", kind=artifact.kind.name)
+
 
 OWNED = tuple(table for table in TABLES.values() if table.key.fields[0][0] in ("db_id", "origin_db_id"))
 """Tables whose rows are each about one database, which their key begins with."""

@@ -5,26 +5,18 @@ Terms
   group    the batches of one LMDB transaction, one sync
   doubt    after a failed sync nobody knows what is on disk
 
-Rules
-  1. Batches are applied in the order of `submit`; each sees those before it.
-  2. A batch that raises fails alone (see `apply.py`); the rest of the group commits.
-  3. Rows, change record, generations and idempotency answer of a batch are in one transaction.
-  4. A guard resolves after the transaction is durable, never before.
-  5. A full map is grown and the group done again; a full disk fails the group, and the writer goes on if the environment
-     says that nothing was committed; any other failure of a commit poisons the writer (doubt stops writes). At the watermark
-     the group still fits: growing is tried there, and if readers stay it is put off.
-  7. A group is committed only by the store's owner: `owner_check` is asked inside the write transaction, which a second owner's
-     first step waits for. Whoever learns that the store has another owner says `fence`: nothing more is committed.
-  6. The queue is bounded in operations: `submit` blocks while it is full, and raises `Overloaded` after its timeout. The
-     writer takes the whole queue at once and works it off group by group, so memory is bounded by two queues.
+Where what happens, for a group: `_take` cuts it from the queue, `_commit` decides about failures, `_transact` is the
+transaction: `Applier.apply` makes rows and change records, `_flush` writes both, `txn.commit()` makes them durable, and
+`_resolve` answers the waiters after that, never before. Rows, change record, generations and idempotency answer of a batch
+are in one transaction.
 
 What is on disk at each step of a group, and what recovery does:
   begin … flush     the previous transaction (LMDB is copy-on-write): the group never happened
   commit            the previous transaction or the group's, whole: LMDB's meta page decides
   durable           the group's; guards may not have been told, so a caller that repeats needs an idempotency key
 
-Threads: `submit`, `when_generation` from any thread; everything named `_…` below the line belongs to the writer thread.
-The queue has a lock of its own; everything else is constant after construction or the writer's own.
+Threads: `submit`, `when_generation`, `when_change`, `fence` from any thread; everything below "the writer thread" belongs to
+it. The queue has a lock of its own; everything else is constant after construction or the writer's own.
 """
 
 from __future__ import annotations
@@ -60,15 +52,14 @@ from quire.manifest import tables as t
 from quire.manifest.apply import Applied, Applier, as_input_error
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv, translate
-from quire.manifest.guard import Bell, GenerationWait, ManifestGuard
-from quire.manifest.keyed import current
+from quire.manifest.guard import Bell, GenerationWait, ManifestGuard, current
+from quire.manifest.metrics import WriterStats
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.cursors import sequence_bounds
 from quire.manifest.overlay import KeysTaken, Overlay, TableRows
 from quire.manifest.queue import BatchQueue
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
-from quire.manifest.stats import WriterStats
 
 LOOK_SECONDS = 1.0
 """How often the writer looks for read transactions that have been open for too long."""
@@ -187,7 +178,7 @@ class ManifestWriter:
         return self._queue.refusal
 
     def check_owner(self) -> None:
-        """Raise `StoreFenced` if the store has another owner (rule 7)."""
+        """Raise `StoreFenced` if the store has another owner."""
         if isinstance(self._queue.refusal, StoreFenced):
             raise self._queue.refusal.with_traceback(None)
         if self.owner_check is not None:
@@ -289,7 +280,8 @@ class ManifestWriter:
                 guard.error, guard.repeated = None, False
 
     def _grow_early(self, now: float) -> None:
-        """Rule 5: a reader that stays must not fail a group that has room; only a full map waits for it in earnest."""
+        """Grow the map at its watermark, where the group still fits. A reader that stays puts this off and must not fail the
+        group: only a full map waits for it in earnest."""
         if now < self._next_growth:
             return
         try:
@@ -321,12 +313,13 @@ class ManifestWriter:
             oldest = sequence_bounds(overlay)[0] if overlay.meta.pending else self.oldest
             hit("manifest.commit.flushed")
             self._queue.admit()
-            self.check_owner()
+            self.check_owner()  # inside the transaction, which a second owner's first step waits for
             self._commit_and_hand_over(txn, applied.changes)
             hit("manifest.commit.durable")
         except BaseException:
             txn.abort()
             raise
+        # Durable from here on: what is published below may be seen by anyone.
         self.generations, self.head, self.oldest = applied.generations, applied.head, oldest
         if applied.batches < len(group):
             self._carry = group[applied.batches :] + self._carry
@@ -386,7 +379,8 @@ class ManifestWriter:
         self._resolve(group)
 
     def _give_up(self, group: list[ManifestGuard], error: QuireError | lmdb.Error | OSError, committed: int) -> None:
-        """The transaction failed: certain that nothing was committed → fail the group; in doubt → poison (rule 5)."""
+        """The transaction failed. If it is certain that nothing was committed (a full disk), the group fails and the writer
+        goes on; in doubt it commits nothing more."""
         failure = error if isinstance(error, QuireError) else translate(error, self._env.path)
         if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.out_of_room():
             failure = translate(OSError(errno.ENOSPC, str(error)), self._env.path)

@@ -21,8 +21,7 @@ from typing import TypeVar
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidConfig, ObjectStoreUnavailable
-from quire.core.object_settings import ObjectSettings
-from quire.core.settings import StoreSettings
+from quire.core.settings import ObjectSettings, StoreSettings
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from obstore import store as backends
 from obstore.exceptions import GenericError
 
 from quire.core.errors import InvalidConfig, ObjectNotFound, OutOfRange, StorageFault
-from quire.core.object_settings import ENDPOINT
+from quire.core.settings import ENDPOINT
 from quire.durable.files import OsDisk, read_all
 from quire.objects.api import (
     PAGE_OBJECTS,

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from quire.core.errors import ArtifactGone, StalePlan, UnknownArtifact, UnknownSnapshot
+from quire.core.errors import ArtifactGone, StalePlan, UnknownArtifact
 from quire.manifest import tables as t
-from quire.manifest.leases import Lent, leases_of
+from quire.manifest.leases import LentVersion
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Pin, SnapshotKind, SnapshotRecord, WalState
 from quire.manifest.snapshots import Anchor
@@ -96,19 +96,6 @@ def publish_at(manifest: ManifestStore, db_id: int, mark: Mark, publish: Callabl
     raise StalePlan("checkpoints outpace the snapshot or fork", hint="try again", db_id=db_id)
 
 
-def find_snapshot(txn: ReadTxn, db_id: int, snapshot: int | str) -> tuple[int, SnapshotRecord]:
-    """A snapshot of a database, by id or name."""
-    snapshot_id = snapshot
-    if isinstance(snapshot, str):
-        index = txn.get(t.SNAPSHOT_NAMES, db_id, snapshot) if snapshot else None
-        snapshot_id = index.value if index is not None else 0
-    record = txn.snapshot(db_id, int(snapshot_id))
-    if record is None:
-        hint = "`quire snapshot ls` lists them"
-        raise UnknownSnapshot("the database has no such snapshot", hint=hint, db_id=db_id, snapshot=snapshot)
-    return int(snapshot_id), record
-
-
 def inherited_map(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) -> FrameMap:
     """Page → newest version in segments that a fork has inherited and not absorbed yet (P12)."""
     rows = [
@@ -138,13 +125,13 @@ def lend(
 ) -> tuple[int, list[SnapshotView]]:
     """(id of the lease, a view of each database as it is now), written but not yet durable transactions included."""
     manifest, objects_url = engine._manifest, engine._objects_url
-    leases = leases_of(manifest)
+    leases = manifest.leases
     with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as holds:
         stores = list(pool.map(engine.open, databases))
         for store in stores:
             holds.callback(_hold(store, "lend").close)
         marks = dict(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
-        parts = [Lent(db_id, mark.lsn) for db_id, mark in marks.items()]
+        parts = [LentVersion(db_id, mark.lsn) for db_id, mark in marks.items()]
         lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
         views = []
         for store in stores:

@@ -80,11 +80,7 @@ _HINT = "run `quire manifest check`"
 
 def chunk_row(txn: ReadTxn, key: ArtifactKey) -> Any:
     """The catalog row of a chunk or delta."""
-    row: Any
-    if key.kind is ArtifactKind.BASE:
-        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
-    else:
-        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+    row = txn.artifact(key)
     if row is None:
         raise Corruption("a chunk's catalog row is missing", hint=_HINT, chunk=object_key(key))
     return row

@@ -29,7 +29,7 @@ from quire.durable.files import Disk
 from quire.manifest.snapshots import Anchor, ForkOptions, SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
-from quire.pages.anchors import anchored, find_snapshot, inherited_map
+from quire.pages.anchors import anchored, inherited_map
 from quire.pages.cache import PageCache
 from quire.pages.catalog import PageShape, find_database, fix_shape, segment_place
 from quire.pages.floors import Floors, passed_floor
@@ -299,7 +299,7 @@ class PageEngine:
         with this one: segments that it needs and that have no object yet get one first."""
         with self._manifest.read() as txn:
             db_id, _ = find_database(txn, db)
-            snapshot_id, record = find_snapshot(txn, db_id, snapshot)
+            snapshot_id, record = txn.require_snapshot(db_id, snapshot)
             view = view_of(txn, db_id, snapshot_id, record, self._objects_url)
         if not (upload and (missing := without_object(view))):
             return view

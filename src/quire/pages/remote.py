@@ -22,7 +22,7 @@ from quire.core.errors import InvalidInput, LeaseExpired, SnapshotGone, UnknownR
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
-from quire.manifest.leases import is_view, leases_of, reader_rows
+from quire.manifest.leases import is_view, reader_rows
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
 from quire.manifest.records import ReaderRecord
@@ -86,8 +86,6 @@ class RemoteReaders:
         self._held: dict[tuple[int, int], _Held] = {}
         self._retired: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._looked_at: dict[int, float] = {}
-        if not manifest.read_only:
-            leases_of(manifest)  # leases of an earlier life have one more length from now on, not from their first use
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, tags: dict[str, str] | None = None, ttl: float = LEASE_SECONDS) -> RemoteReader:

@@ -29,7 +29,6 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.names import WalSegmentFile
 from quire.manifest import tables as t
-from quire.manifest.leases import leases_of
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.wal import DiscardSegment, OpenSegment
 from quire.manifest.records import WalFormat, WalState
@@ -207,7 +206,7 @@ class SegmentMaker:
         return segment
 
     def _doomed(self, file_bytes: int) -> str | None:
-        kept = leases_of(self._manifest).kept_since(self._db_id)
+        kept = self._manifest.leases.kept_since(self._db_id)
         with self._manifest.read() as txn:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:

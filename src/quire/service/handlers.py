@@ -25,7 +25,6 @@ from quire.manifest import feed
 from quire.manifest import tables as t
 from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
-from quire.manifest.leases import leases_of
 from quire.manifest.ops.cursors import DropCursor, RegisterCursor
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
@@ -216,10 +215,10 @@ class Handlers:
             raise AccessDenied("to lend a version for more than an hour needs the admin token", seconds=seconds)
 
     def do_lease_renew(self, request: m.OfLease, _: CallContext) -> None:
-        leases_of(self._manifest).renew(request.lease_id)
+        self._manifest.leases.renew(request.lease_id)
 
     def do_lease_release(self, request: m.OfLease, _: CallContext) -> None:
-        leases_of(self._manifest).release(request.lease_id)
+        self._manifest.leases.release(request.lease_id)
 
     # ── tables, and rows into SQLite ──────────────────────────────────────────────────────────────────────────────────
     def do_table_cuts(self, request: m.TableCuts, _: CallContext) -> list[tuple[Any, ...]]:

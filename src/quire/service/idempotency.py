@@ -5,7 +5,7 @@ Terms
   effect   the operation by which a call takes effect; its batch carries the key, so key and effect commit together
   told     what is kept with the key: the ids that the effect gave, enough to answer again
 
-The key is looked up before anything is done, and written by the very transaction that makes the change (`manifest/keyed.py`):
+The key is looked up before anything is done, and written by the very transaction that makes the change (`manifest/guard.py`):
 no crash and no lost answer leaves one without the other. A call that fails leaves no key; it may be repeated, and is then done.
 Of two equal calls at once the manifest's writer decides which is first, and the other gets the first one's answer. A key
 belongs to its action: used for another one it is refused.
@@ -22,7 +22,7 @@ import msgspec
 
 from quire.core.errors import InvalidInput, QuireError
 from quire.manifest import tables as t
-from quire.manifest.keyed import KeyedCall, keyed
+from quire.manifest.guard import KeyedCall, keyed
 from quire.manifest.ops.base import Op
 from quire.manifest.store import ManifestStore
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from quire.core.errors import TimedOut, UnknownCursor
 from quire.manifest.change import ChangePage, ChangeRecord, CursorInfo, Start
-from quire.manifest.feed_pages import PAGE_RECORDS, followed
+from quire.manifest.feed import PAGE_RECORDS, followed
 from quire.manifest.records import CursorState
 from quire.service import messages as m
 from quire.service.channel import ATTEMPT_SECONDS, Channel

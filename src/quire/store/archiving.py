@@ -54,7 +54,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         fence=manifest.writer.fence,
     )
     store = Store(root, settings, manifest, lock, archiver.recorder)
-    wiring = store._need_wiring()
+    wiring = store._parts
     store.archive = archiver
     return store
 

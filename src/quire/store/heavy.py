@@ -3,10 +3,8 @@
 Terms
   runner   who does the reading and writing: "threads", "spark", or "auto" (threads below 256 MiB of work, else Spark)
 
-Rules
-  1. Each is a job of the manifest, run now, in this thread as far as the driver's side goes: it is seen by `quire jobs`, may be
-     cancelled, and goes on after a crash.
-  2. What runs over many databases is one job for each of them and one run for all (`jobs/batches.py`).
+Each is a job of the manifest, run now, in this thread as far as the driver's side goes: `quire jobs` shows it, it may be
+cancelled, and goes on after a crash. What runs over many databases is one job for each of them and one run for all.
 
 Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was asked for.
 """
@@ -18,7 +16,6 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import WrongKind
 from quire.durable.space import measure
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
@@ -32,7 +29,6 @@ from quire.jobs.stats.job import Usage, stats_job, with_disk
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
-from quire.pages.anchors import find_snapshot
 from quire.store.info import live_databases
 
 if TYPE_CHECKING:
@@ -53,24 +49,17 @@ class Heavy:
         self._wiring = wiring
         self._manifest = store.manifest
 
-    def checkpoint(self, name: str, *, runner: str = "") -> Job:
-        """Bring what is in a database's WAL into chunks; the job, as it ended."""
-        db_id = self._id_of(name)
-        return self._run_now(JobKind.CHECKPOINT, db_id, runner)
-
-    def merge(self, name: str, *, runner: str = "") -> Job:
-        """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
-        return self._run_now(JobKind.MERGE, self._id_of(name), runner)
-
     def compact(self, name: str, *, runner: str = "") -> Job:
         """Merge all tables of a key-value database into one level; the job, as it ended."""
         payload = {"major": True, "runner": runner}
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.COMPACTION, self._kv_id_of(name), payload))
+        with self._manifest.read() as txn:
+            db_id, _ = txn.live(name, DbKind.LSM)
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.COMPACTION, db_id, payload))
 
     def checkpoint_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
-        """Checkpoint these page databases, or all of them, in one run; their jobs, as they ended (rule 2)."""
+        """Checkpoint these page databases, or all of them, in one run; their jobs, as they ended."""
         db_ids = self._ids_of(names)
         for db_id in db_ids:
             prepare_checkpoint(self._wiring.context, db_id, leave_open=False)
@@ -148,8 +137,9 @@ class Heavy:
 
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
         """Reference counts, heads and floors that are not what rows add up to: rows of the audit's table."""
-        found: list[dict[str, Any]] = self._run_to_end(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
-        return found
+        differences: list[dict[str, Any]]
+        differences = self._run_to_end(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
+        return differences
 
     def restore(
         self,
@@ -164,7 +154,7 @@ class Heavy:
         """Write a snapshot of a page database to a file, in parallel; what was done."""
         db_id, path = self._id_of(name), os.path.abspath(target)
         with self._manifest.read() as txn:
-            snapshot_id, _ = find_snapshot(txn, db_id, snapshot)
+            snapshot_id, _ = txn.require_snapshot(db_id, snapshot)
         if not replace:
             need_no_file(self._wiring.context.disk, path)
         payload = {"snapshot": snapshot_id, "path": path, "replace": replace, "runner": runner}
@@ -173,10 +163,10 @@ class Heavy:
 
     def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
         """What each database and snapshot takes: alone, shared, by tier."""
-        found: list[Usage] = []
-        handler = partial(stats_job, into=found.extend)
+        usage: list[Usage] = []
+        handler = partial(stats_job, into=usage.extend)
         self._run_to_end(JobKind.STATS, 0, {"runner": runner}, progress, handler)
-        return with_disk(found, measure(self._store.path))
+        return with_disk(usage, measure(self._store.path))
 
     def retention_all(
         self,
@@ -204,11 +194,11 @@ class Heavy:
         """Enqueue a job of an exclusive kind, unless one is outstanding; the id of either."""
         return start(self._wiring.context, kind, db_id, runner=runner)
 
-    # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _run_now(self, kind: JobKind, db_id: int, runner: str) -> Job:
-        """Run a job of an exclusive kind in this thread: the outstanding one, if there is one."""
-        return self._run_job(self.start(kind, db_id, runner=runner))
+    def run_now(self, kind: JobKind, name: str, *, runner: str = "") -> Job:
+        """Run a job of an exclusive kind about a database: the outstanding one, if there is one. The job, as it ended."""
+        return self._run_job(self.start(kind, self._id_of(name), runner=runner))
 
+    # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_to_end(
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
     ) -> Job:
@@ -232,16 +222,8 @@ class Heavy:
         with self._manifest.read() as txn:
             return txn.database_id(name)
 
-    def _kv_id_of(self, name: str) -> int:
-        with self._manifest.read() as txn:
-            db_id = txn.database_id(name)
-            record = txn.database(db_id)
-        if record is None or record.kind is not DbKind.LSM:
-            raise WrongKind("not a key-value database", hint="`quire ls` shows the kinds", name=name)
-        return db_id
-
     def _ids_of(self, names: Iterable[str] | None) -> list[int]:
         if names is not None:
             return [self._id_of(name) for name in names]
         with self._manifest.read() as txn:
-            return [each.db_id for each in live_databases(txn) if each.kind is DbKind.PAGES]
+            return [info.db_id for info in live_databases(txn) if info.kind is DbKind.PAGES]

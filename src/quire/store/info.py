@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
+from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.reader_info import ReaderInfo
 from quire.durable import names
 from quire.durable.files import OsDisk
@@ -74,12 +74,9 @@ class StoreReader:
             return store_info(txn, path=self.path, mode="r", object_store=url, owner=owner, figures=figures)
 
 
-def database_info(txn: ReadTxn, db_id: int) -> DatabaseInfo:
+def database_info(txn: ReadTxn, db: int | str) -> DatabaseInfo:
     """What the snapshot says about one database."""
-    record = txn.database(db_id)
-    if record is None:
-        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
-    return _describe(txn, db_id, record)
+    return _describe(txn, *txn.require_database(db))
 
 
 def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
@@ -172,10 +169,10 @@ def _page_readers(txn: ReadTxn, path: str) -> tuple[ReaderInfo, ...]:
         return ()
 
     leases = sorted(live_leases(path), key=lambda lease: lease.opened_ms)
-    found = ((lease.info, txn.database(lease.db_id)) for lease in leases)
+    readers = ((lease.info, txn.database(lease.db_id)) for lease in leases)
     return tuple(
         msgspec.structs.replace(info, tags={"database": record.name if record else "", **info.tags})
-        for info, record in found
+        for info, record in readers
     )
 
 

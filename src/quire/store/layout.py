@@ -4,26 +4,22 @@ Terms
   debris   what a creation that was cut off may leave beside a store's own files: the lock, files ending in `.tmp`
   begun    a directory with a quire.toml and no manifest: somebody wrote the configuration, or a creation was cut off
 
-Rules
-  1. A directory is a store when it has both quire.toml and manifest.lmdb; nobody is told of a store before both names are
-     on disk.
-  2. The manifest gets its name only when it is whole: it is made under a temporary name, committed and synced by LMDB,
-     closed, then renamed. So a manifest.lmdb that does not open is damage, never a creation that was cut off.
-  3. What was there is never taken over by guessing: a directory with other people's files, a manifest without its
-     quire.toml, and data without a manifest are refused, each with what to do.
-  4. Only the owner (who has the lock) makes or sweeps anything.
+A directory is a store when it has both quire.toml and manifest.lmdb. The manifest gets its name only when it is whole, so a
+manifest.lmdb that does not open is damage, never a creation that was cut off. What was there is never taken over by guessing:
+a directory with other people's files, a manifest without its quire.toml, and data without a manifest are refused. Only the
+owner (who has the lock) makes or sweeps anything.
 
 What is on disk if the creation stops after each step, and what the next `open` does:
-  make_dirs                nothing, or an empty directory      begins again                       (rule 1)
-  take the lock            + store.lock                        the kernel has let go; begins again (locks, rule 1)
-  write quire.toml.tmp     + garbage under that name           overwritten, or swept               (rule 4)
-  rename to quire.toml     begun                               keeps the configuration, goes on   (rule 1)
-  make manifest.lmdb.tmp   + garbage under that name           removed unread, made again          (rule 2)
-  rename to manifest.lmdb  begun, or the store                 goes on, or opens it               (rules 1, 2)
+  make_dirs                nothing, or an empty directory      begins again
+  take the lock            + store.lock                        the kernel has let go; begins again
+  write quire.toml.tmp     + garbage under that name           overwritten, or swept
+  rename to quire.toml     begun                               keeps the configuration, goes on
+  make manifest.lmdb.tmp   + garbage under that name           removed unread, made again
+  rename to manifest.lmdb  begun, or the store                 goes on, or opens it
   sync the directory       the store                           opens it
 
-Threads: one, the opener's.
-Raises `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`, and what the disk and the manifest raise.
+Threads: one, the opener's. Raises `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`, and what the disk and
+the manifest raise.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ FOREIGN_BUT_FINE = frozenset({"lost+found"})
 DATA = frozenset({names.PAGES, names.STREAMS, names.LSM, names.OBJECTS, names.READERS})
 
 
-class Found(Enum):
+class DirectoryState(Enum):
     """What a directory is."""
 
     NOTHING = "no directory"
@@ -64,8 +60,8 @@ class Found(Enum):
     STORE = "a store"
 
 
-def look(disk: Disk, root: str) -> Found:
-    """What is at `root`; raises for what must not become a store (rule 3)."""
+def look(disk: Disk, root: str) -> DirectoryState:
+    """What is at `root`; raises for what must not become a store."""
     try:
         root.encode()
     except UnicodeEncodeError:  # LMDB takes no other
@@ -74,19 +70,19 @@ def look(disk: Disk, root: str) -> Found:
     try:
         present = set(disk.names(root))
     except FileNotFoundError:
-        return Found.NOTHING
+        return DirectoryState.NOTHING
     except StorageFault as fault:
         if fault.where.get("errno") == "ENOTDIR":
             raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from fault
         raise
     if names.CONFIG in present:
         if names.MANIFEST in present:
-            return Found.STORE
+            return DirectoryState.STORE
         if lost := sorted(present & DATA):
             raise ManifestDamaged(
                 "the store has data but no manifest", hint="restore manifest.lmdb from a backup", path=root, data=lost
             )
-        return Found.BEGUN
+        return DirectoryState.BEGUN
     if names.MANIFEST in present:
         raise InvalidConfig(
             "the store has lost its quire.toml",
@@ -94,8 +90,8 @@ def look(disk: Disk, root: str) -> Found:
             path=root,
         )
     if present - DEBRIS - FOREIGN_BUT_FINE:
-        return Found.FOREIGN
-    return Found.EMPTY
+        return DirectoryState.FOREIGN
+    return DirectoryState.EMPTY
 
 
 def not_found(root: str) -> StoreNotFound:
@@ -190,12 +186,12 @@ def existing_config(disk: Disk, root: str) -> StoreSettings:
 
 def need_store(disk: Disk, root: str) -> None:
     """Raise `StoreNotFound` if there is no store at `root`."""
-    if look(disk, root) is not Found.STORE:
+    if look(disk, root) is not DirectoryState.STORE:
         raise not_found(root)
 
 
 def sweep_debris(disk: Disk, root: str) -> None:
-    """Remove what creations that were cut off have left. Only the owner may (rule 4)."""
+    """Remove what creations that were cut off have left. Only the owner may."""
     for name in sorted(DEBRIS - {names.LOCK}):
         path = os.path.join(root, name)
         if disk.exists(path):

@@ -4,10 +4,8 @@ Terms
   namespace   a place that a person registered: a URL, reached as the section `namespaces.NAME` of quire.toml says
   user        a database whose objects go there; a dropped one counts until its last object is deleted
 
-Rules
-  1. A name and a URL belong to one namespace. The store's own place is none: databases without a namespace are there.
-  2. The URL cannot be changed: objects are found through it.
-  3. A namespace without users stays until it is dropped; one with users cannot be dropped.
+A name and a URL belong to one namespace, and the URL cannot be changed: objects are infos through it. A namespace without
+users stays until it is dropped; one with users cannot be dropped.
 
 Threads: any. Raises `InvalidInput`, `InvalidName`, `InvalidConfig`, `NameTaken`, `UnknownNamespace`, `StillReferenced`.
 """
@@ -72,7 +70,7 @@ def namespaces(txn: ReadTxn) -> list[NamespaceInfo]:
             if artifact.namespace_id:
                 place = places.get(artifact.namespace_id, artifact.namespace_id)
                 objects[place] = objects.get(place, 0) + 1
-    found = [
+    infos = [
         NamespaceInfo(
             namespace_id=number,
             name=row.name,
@@ -86,7 +84,7 @@ def namespaces(txn: ReadTxn) -> list[NamespaceInfo]:
         for number, row in rows.items()
         if not row.owner_epoch
     ]
-    return sorted(found, key=lambda info: (info.name, info.namespace_id))
+    return sorted(infos, key=lambda info: (info.name, info.namespace_id))
 
 
 def _joined(url: str, prefix: str) -> str:

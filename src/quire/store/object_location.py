@@ -5,12 +5,11 @@ Terms
             objects may be moved together
   inside    a place below the store's own directory: it goes wherever the directory goes
 
-Rules
-  1. The place is written into the manifest before the first object is put; until then it may be edited freely.
-  2. A store whose quire.toml names another place is refused, for reading too: what its rows name would not be there.
-  3. A moved place is accepted when a sample of the objects that the manifest knows is there, each with its size.
+Until the first object is put the place may be edited freely. After that, a store whose quire.toml names another place is
+refused, for reading too: what its rows name would not be there.
 
-Threads: one, the opener's; `remember` any. Raises `ConfigMismatch`, `ObjectNotFound`, and what manifest and object store raise.
+Threads: one, the opener's; `remember` any. Raises `ConfigMismatch`, `ObjectNotFound`, and what manifest and object store
+raise.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def remembered(txn: ReadTxn) -> str:
 
 
 def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
-    """Refuse a quire.toml that names another place (rule 2)."""
+    """Refuse a quire.toml that names another place."""
     known, configured = remembered(txn), place_of(root, settings.object_store)
     if known and known != configured:
         hint = (
@@ -128,7 +127,7 @@ def open_place(txn: ReadTxn, root: str, settings: StoreSettings, url: str = "") 
 
 
 def remember(manifest: ManifestStore, place: str) -> None:
-    """Write the place down, durably (rule 1)."""
+    """Write the place down, durably."""
     manifest.submit([SetObjectPlace(place)]).result()
 
 
@@ -144,7 +143,7 @@ def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
     place, missing = place_of(root, settings.object_store), list[str]()
     with ctx.manifest.read() as txn:
         places = [ctx.place(txn, key) for key in _sample(txn)]
-    expected = [each for each in places if each is not None and each.has_remote and each.url == ctx.objects_url]
+    expected = [place for place in places if place is not None and place.has_remote and place.url == ctx.objects_url]
     store = ctx.open_store(ctx.objects_url)
     for artifact in expected:
         try:

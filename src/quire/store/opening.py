@@ -7,7 +7,7 @@ Rules
     >>> import tempfile
     >>> with open(tempfile.mkdtemp()) as store:
     ...     created = store.create("shop", "pages")
-    ...     [(each.name, each.kind.name, each.snapshots) for each in store.databases()]
+    ...     [(info.name, info.kind.name, info.snapshots) for info in store.databases()]
     [('shop', 'PAGES', 0)]
 
 Threads: one at a time for one directory.
@@ -94,20 +94,20 @@ def _open_owner(
     discard: bool,
     moved: bool,
 ) -> Store:
-    found = layout.look(disk, root)
-    if found is not layout.Found.STORE and not create:
+    state = layout.look(disk, root)
+    if state is not layout.DirectoryState.STORE and not create:
         raise layout.not_found(root)
-    if found is layout.Found.FOREIGN:
+    if state is layout.DirectoryState.FOREIGN:
         raise layout.foreign(root)
-    if found is layout.Found.NOTHING:
+    if state is layout.DirectoryState.NOTHING:
         layout.make_directory(disk, root)
     lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
     try:
-        found = layout.look(disk, root)  # again: before we had the lock another process may have been making the store
-        if found is layout.Found.EMPTY:
+        state = layout.look(disk, root)  # again: before we had the lock another process may have been making the store
+        if state is layout.DirectoryState.EMPTY:
             layout.write_config(disk, root, given.object_store if given else "")
         settings = layout.read_config(disk, root, given)
-        if found is not layout.Found.STORE:
+        if state is not layout.DirectoryState.STORE:
             _make_manifest(disk, root, settings, clock)
         manifest = ManifestStore.open(
             os.path.join(root, names.MANIFEST), settings=settings.manifest, clock=clock, create=False, repair=repair
@@ -115,7 +115,7 @@ def _open_owner(
     except BaseException:
         lock.close()
         raise
-    manifest.feed_settings = settings.feed
+    manifest.feed.settings = settings.feed
     manifest.writer.owner_check = lock.verify
     try:
         store = open_archived(root, settings, manifest, lock, disk)

@@ -89,7 +89,7 @@ def restore(
             "a restore into the past does not take over by itself", hint="run `quire takeover --discard`"
         )
     root = os.path.abspath(os.fspath(directory))
-    if layout.look(disk, root) not in (layout.Found.NOTHING, layout.Found.EMPTY):
+    if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
     bucket = open_store(url, options=options)
     try:

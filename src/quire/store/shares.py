@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
+from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
 from quire.manifest.slots import artifacts, unpack_leaf
@@ -67,7 +67,7 @@ def _share(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey
         chunks=kinds[ArtifactKind.BASE],
         deltas=kinds[ArtifactKind.DELTA],
         wal_segments=kinds[ArtifactKind.WAL],
-        size_bytes=sum(artifact_bytes(txn, key) for key in gone),
+        size_bytes=sum(artifact_bytes(txn.artifact(key)) for key in gone),
     )
 
 
@@ -82,18 +82,3 @@ def _leaf(origin_db_id: int, number: int, generation: int) -> ArtifactKey:
 
 def _segment(origin_db_id: int, segment_id: int) -> ArtifactKey:
     return ArtifactKey(origin_db_id, ArtifactKind.WAL, segment_id, 0)
-
-
-def artifact_bytes(txn: ReadTxn, key: ArtifactKey) -> int:
-    """The bytes of an artifact; 0 for a leaf, which has none, and for one that the catalog does not know."""
-    row: Any
-    if key.kind is ArtifactKind.BASE:
-        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
-    elif key.kind is ArtifactKind.DELTA:
-        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
-    elif key.kind is ArtifactKind.WAL:
-        row = txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
-        return 0 if row is None else row.used_bytes
-    else:
-        return 0
-    return 0 if row is None else int(row.size_bytes)

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
-from quire.jobs.enqueue import has_open_segment
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
-from quire.manifest.records import DbKind, DbStatus
+from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
 from quire.service.values import DatabaseInfo, StoreInfo
 from quire.store import layout, object_location
+from quire.store.heavy import Heavy
 from quire.store.info import (
     compression_named,
     database_info,
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from quire.service.web.server import WebServer
     from quire.sqlite.connect import At, Connection
     from quire.sqlite.followers import FileFollowers
-    from quire.store.heavy import Heavy
     from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
     from quire.stream.stream import Stream
@@ -91,9 +90,10 @@ class Store:
         self._pid = os.getpid()
         self.moved_objects = 0
         """How many objects were looked for in their new place, if the store was opened with `moved=True`."""
-        # protected by _opening
-        self._opening = threading.Lock()
-        self._wiring: Wiring | None = None
+        self._wiring = Wiring(
+            path=path, settings=settings, manifest=manifest, disk=disk, objects_url=layout.objects_url(path, settings)
+        )
+        # the opener's and the closer's
         self._upkeep_timer: threading.Timer | None = None
         self._servers: list[Server | WebServer] = []
         self._closed = False
@@ -112,15 +112,11 @@ class Store:
             if self._lock is not None:
                 closing.callback(self._lock.close)
             closing.callback(self._manifest.close)
-            with self._opening:  # the timer may be making them just now
-                wiring = self._wiring
-            if wiring is not None:
-                closing.callback(wiring.close_stores)
+            closing.callback(self._wiring.close_stores)
             if self.archive is not None:  # it ships what closing the databases and the writer still changes
                 closing.callback(self.archive.close)
                 closing.callback(self._manifest.writer.close)
-            if wiring is not None:
-                closing.callback(wiring.close)
+            closing.callback(self._wiring.close)
 
     def __enter__(self) -> Self:
         self._check()
@@ -162,7 +158,7 @@ class Store:
     @property
     def objects(self) -> ObjectStore:
         """The object store, opened now if it was not."""
-        return self._need_wiring().stores(self.objects_url)
+        return self._parts.stores(self.objects_url)
 
     @property
     def namespaces(self) -> Namespaces:
@@ -172,16 +168,16 @@ class Store:
     @property
     def rights(self) -> ObjectRights:
         """Whether this store may put and delete objects: its owner epoch and session."""
-        return self._need_wiring().rights
+        return self._parts.rights
 
     @property
     def context(self) -> JobContext:
         """The store, as a job sees it."""
-        return self._need_wiring().context
+        return self._parts.context
 
     def delete_objects(self, keys: Iterable[str], *, url: str = "") -> None:
         """Remove objects of this store by their names, in its own place or another; a foreign one is refused (A3)."""
-        self._need_wiring().collector.delete(url or self.objects_url, keys)
+        self._parts.collector.delete(url or self.objects_url, keys)
 
     @property
     def feed(self) -> ChangeFeed:
@@ -191,26 +187,17 @@ class Store:
     @property
     def pages(self) -> PageEngine:
         """The page databases."""
-        return self._need_wiring().pages
+        return self._parts.pages
 
     @property
     def worker(self) -> Worker:
         """Runs jobs, in its own threads or in the caller's."""
-        return self._need_wiring().worker
+        return self._parts.worker
 
-    def _need_wiring(self) -> Wiring:
+    @property
+    def _parts(self) -> Wiring:
         self._check()
-        with self._opening:
-            if self._wiring is None:
-                self._check()
-                self._wiring = Wiring(
-                    path=self.path,
-                    settings=self.settings,
-                    manifest=self._manifest,
-                    disk=self._disk,
-                    objects_url=self.objects_url,
-                )
-            return self._wiring
+        return self._wiring
 
     # ── SQLite ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def sqlite(
@@ -230,7 +217,7 @@ class Store:
         With `create=True` it is made if there is none, with `fork_of` as a fork of another one, as that is now or was
         `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. `docs/sqlite.md` has the rest.
         """
-        wiring = self._need_wiring()
+        wiring = self._parts
         if fork_of is not None and fork_at is not None:
             wiring.sqlite.fork(fork_of, name, at=fork_at)
         elif fork_of is not None:
@@ -244,17 +231,17 @@ class Store:
     @property
     def sqlite_vfs(self) -> str:
         """For SQLite connections of other making: `ATTACH 'file:shop?vfs=…'` with this name reads and writes `shop`."""
-        return self._need_wiring().sqlite.vfs_name
+        return self._parts.sqlite.vfs_name
 
     @property
     def followers(self) -> FileFollowers:
         """SQLite files of other programs, followed by this process: `follow`, `stop`, `files`; `resume` after a restart."""
-        return self._need_wiring().followers
+        return self._parts.followers
 
     @property
     def kvs(self) -> KvEngine:
         """The key-value databases."""
-        return self._need_wiring().kv
+        return self._parts.kv
 
     def kv(self, name: str, *, create: bool = False) -> Kv:
         """A key-value database; with `create=True` it is made if there is none."""
@@ -263,7 +250,7 @@ class Store:
     @property
     def streams(self) -> StreamEngine:
         """The streams."""
-        return self._need_wiring().streams
+        return self._parts.streams
 
     def stream(self, name: str, *, create: bool = False) -> Stream:
         """A stream; with `create=True` it is made if there is none."""
@@ -286,7 +273,7 @@ class Store:
     @property
     def upkeep(self) -> Upkeep:
         """The owner's maintenance: schedules, retention, leases, jobs."""
-        return self._need_wiring().upkeep
+        return self._parts.upkeep
 
     def maintain(self) -> Round:
         """One round of maintenance now, and the jobs that are due, in this thread; what was done."""
@@ -303,14 +290,14 @@ class Store:
         kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
         db_id = self.manifest.register_db(name, kind, tags=tags, namespace_id=namespace_id)
-        return self._info_of(db_id)
+        return self.database(db_id)
 
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
         """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
         info = self.database(name)
         self.manifest.drop_db(info.db_id, snapshots=snapshots).result()
         if info.kind is not DbKind.PAGES:
-            self._need_wiring().engine_of(info.kind).sweep()
+            self._parts.engine_of(info.kind).sweep()
         return info
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
@@ -332,12 +319,7 @@ class Store:
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
-        if (kind := self.database(name).kind) is not DbKind.PAGES:
-            return self._need_wiring().engine_of(kind).snapshot(name, snapshot, tags=tags)
-        db_id, in_segment = self._look(name)
-        if in_segment:
-            return self.pages.snapshot(db_id, snapshot, tags=tags)
-        return self.manifest.snapshots.publish(db_id, snapshot, tags=tags)
+        return self._parts.snapshot(name, snapshot, tags)
 
     def fork(
         self,
@@ -353,12 +335,8 @@ class Store:
         It has that one's namespace, tags and compression (none or zstd); `tags` come beside those.
         """
         options = ForkOptions(tags=tags or {}, compression=compression_named(compression) if compression else None)
-        if (kind := self.database(name).kind) is not DbKind.PAGES:
-            return self._info_of(self._need_wiring().engine_of(kind).fork(name, new_name, at=at, options=options))
-        source, in_segment = self._look(name)
-        if at is None and in_segment:
-            return self._info_of(self.pages.fork(source, new_name, options=options))
-        return self._info_of(self.manifest.snapshots.fork(source, new_name, at=at, options=options))
+        db_id = self._parts.fork(name, new_name, at=at, options=options)
+        return self.database(db_id)
 
     def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
         """A snapshot of a page database as a value to be sent elsewhere; `upload` for processes that share no disk (P16)."""
@@ -367,17 +345,15 @@ class Store:
     @property
     def heavy(self) -> Heavy:
         """The jobs that read or write many bytes, over one database or all."""
-        from quire.store.heavy import Heavy
-
-        return Heavy(self, self._need_wiring())
+        return Heavy(self, self._parts)
 
     def checkpoint(self, name: str, *, runner: str = "") -> Job:
         """Bring what is in a database's WAL into chunks; the job, as it ended. `runner`: auto, threads or spark."""
-        return self.heavy.checkpoint(name, runner=runner)
+        return self.heavy.run_now(JobKind.CHECKPOINT, name, runner=runner)
 
     def merge(self, name: str, *, runner: str = "") -> Job:
         """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
-        return self.heavy.merge(name, runner=runner)
+        return self.heavy.run_now(JobKind.MERGE, name, runner=runner)
 
     def evict(self, name: str) -> list[Job]:
         """Remove local copies that only snapshots and chunk readers need, once their objects are there; the jobs, ended."""
@@ -395,25 +371,15 @@ class Store:
             self.worker.run(job_id)
         return [self.manifest.jobs.get(job_id) for job_id in jobs]
 
-    def _look(self, name: str) -> tuple[int, bool]:
-        """The id of a database, and whether some of it is in an open segment: then the page engine must be asked (P13)."""
-        with self.manifest.read() as txn:
-            db_id = txn.database_id(name)
-            return db_id, has_open_segment(txn, db_id)
-
     def databases(self) -> list[DatabaseInfo]:
         """The live databases, by name."""
         with self.manifest.read() as txn:
             return live_databases(txn)
 
-    def database(self, name: str) -> DatabaseInfo:
-        """A database by name."""
+    def database(self, name: str | int) -> DatabaseInfo:
+        """A database by name, or by id."""
         with self.manifest.read() as txn:
-            return database_info(txn, txn.database_id(name))
-
-    def _info_of(self, db_id: int) -> DatabaseInfo:
-        with self.manifest.read() as txn:
-            return database_info(txn, db_id)
+            return database_info(txn, name)
 
     # ── other processes ───────────────────────────────────────────────────────────────────────────────────────────────
     def serve(
@@ -440,8 +406,7 @@ class Store:
             tls_key_file=tls_key_file,
         )
         server = Server(self, address, credentials)
-        with self._opening:
-            self._servers.append(server)
+        self._servers.append(server)
         return server
 
     def serve_http(self, address: str = "127.0.0.1:7448", credentials: Credentials | None = None) -> WebServer:

@@ -1,17 +1,12 @@
 """Why something is still there: what holds a database, a segment, a chunk or an object, and what would let it go.
 
 Terms
-  subject   what is asked about: a database, a snapshot, or something with bytes
+  subject   what is asked about, as people meet it: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, an
+            object's key, also with `objects/` before it. What is no artifact is in `why_files.py`
   holder    what keeps it: a database that uses it, a snapshot, a fork, a reader, a job, a plan that runs, or time
 
-Rules
-  1. What is asked about may be given as people meet it: a database's name, DB@SNAPSHOT as `why` itself prints it, DB:PAGE, a
-     file's path in the store, an object's key, also with `objects/` before it, as a store without a bucket has it on disk. What
-     is no artifact is in `why_files.py`.
-  2. Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
-     deleted, and that is said.
-  3. Readers are asked for as the caller knows them (`readers`): the owner has its own and everybody else's, another process
-     sees lease files. A segment that nothing else explains is told as held by the floor (M10).
+Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
+deleted, and that is said. A segment that nothing else explains is told as held by the floor (M10).
 
 Reads the manifest, one transaction. Raises `NotFound` errors for what is not there, `InvalidInput` for what is nothing.
 """
@@ -32,6 +27,7 @@ from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.differences import read_leaves
 from quire.manifest.leases import VIEW_TAG, is_view
+from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     TERMINAL_JOB_STATES,
@@ -47,9 +43,23 @@ from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.pages.leasefiles import UNREADABLE, live_leases
 from quire.store.namespaces import NamespaceInfo, namespaces
-from quire.store.shares import artifact_bytes
-from quire.store.why_files import NOBODYS, Look, of_file, of_object, own_name, stray_hint
-from quire.store.why_values import Answer, Holder, drop, lent, name_of, number, quoted, snapshot_holder, title
+from quire.store.why_files import (
+    NOBODYS,
+    Explanation,
+    Holder,
+    Look,
+    drop,
+    lent,
+    name_of,
+    number,
+    of_file,
+    of_object,
+    own_name,
+    quoted,
+    snapshot_holder,
+    stray_hint,
+    title,
+)
 
 Who = Callable[[int], list[ReaderInfo]]
 """The readers of a database that are not rows."""
@@ -67,9 +77,9 @@ def readers_at(root: str) -> Who:
     return of
 
 
-def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda _: []) -> Answer:
-    """What keeps a subject, given as in rule 1. `look` says of files and objects without a row whether they are there, `who`
-    who reads a database without a row."""
+def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda _: []) -> Explanation:
+    """What keeps a subject. `look` says of files and objects without a row whether they are there, `who` who reads a database
+    without a row."""
     asked = subject.removeprefix("./")
     if "/" not in asked:
         with suppress(UnknownDatabase):
@@ -79,9 +89,9 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
             return page
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
-    found = of_file(txn, asked, look) or of_object(txn, within, look)
-    if found is not None:
-        return found
+    explanation = of_file(txn, asked, look) or of_object(txn, within, look)
+    if explanation is not None:
+        return explanation
     key = names.parse_object_key(own_name(txn, within)) or _of_path(asked)
     if key is not None:
         return _artifact(txn, key, asked, who)
@@ -103,16 +113,16 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
 
 
 def _of_path(path: str) -> ArtifactKey | None:
-    found = names.parse_path(path)
-    if isinstance(found, names.WalSegmentFile):
-        return ArtifactKey(found.db_id, ArtifactKind.WAL, found.segment_id, 0)
-    if isinstance(found, names.StreamSegmentFile):
-        return ArtifactKey(found.stream_id, ArtifactKind.WAL, found.segment_id, 0)
-    return found.key if isinstance(found, names.CachedChunkFile) else None
+    file = names.parse_path(path)
+    if isinstance(file, names.WalSegmentFile):
+        return ArtifactKey(file.db_id, ArtifactKind.WAL, file.segment_id, 0)
+    if isinstance(file, names.StreamSegmentFile):
+        return ArtifactKey(file.stream_id, ArtifactKind.WAL, file.segment_id, 0)
+    return file.key if isinstance(file, names.CachedChunkFile) else None
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _database(txn: ReadTxn, db_id: int, who: Who) -> Answer:
+def _database(txn: ReadTxn, db_id: int, who: Who) -> Explanation:
     record = txn.database(db_id)
     assert record is not None, "its name led here"
     holders = [*_snapshots_of(txn, db_id), *_forks_of(txn, db_id), *_readers_of(txn, db_id, who), *_jobs_of(txn, db_id)]
@@ -120,10 +130,10 @@ def _database(txn: ReadTxn, db_id: int, who: Who) -> Answer:
     size += sum(row.size_bytes for _, row in txn.scan(t.CHUNK_DELTA_INDEX, db_id))
     size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
     size += sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
-    return Answer(record.name, "database", record.status.name.lower(), size, 0, tuple(holders))
+    return Explanation(record.name, "database", record.status.name.lower(), size, 0, tuple(holders))
 
 
-def _namespace(info: NamespaceInfo) -> Answer:
+def _namespace(info: NamespaceInfo) -> Explanation:
     """A namespace is kept by the databases whose objects are there, and while nobody has dropped it."""
     drop_it = f"quire namespace drop {quoted(info.name)}"
     holders = [
@@ -137,26 +147,28 @@ def _namespace(info: NamespaceInfo) -> Answer:
     else:
         holders.append(Holder("store", "the store", "somebody made it, to be used", drop_it))
     state = "dropped" if info.dropped_at_ms else f"at {info.url}"
-    return Answer(info.name, "namespace", state, 0, 0, tuple(holders))
+    return Explanation(info.name, "namespace", state, 0, 0, tuple(holders))
 
 
-def _version(txn: ReadTxn, subject: str) -> Answer | None:
+def _version(txn: ReadTxn, subject: str) -> Explanation | None:
     """A snapshot given as DB@SNAPSHOT, by its name, else its id; `None` if no database has such a name. Names may have an @."""
     places = [at for at, letter in enumerate(subject) if letter == "@" and at]
-    found = [(db.value, subject[at + 1 :]) for at in places if (db := txn.get(t.DB_NAMES, subject[:at])) is not None]
-    for db_id, text in found:
+    candidates = [
+        (db.value, subject[at + 1 :]) for at in places if (db := txn.get(t.DB_NAMES, subject[:at])) is not None
+    ]
+    for db_id, text in candidates:
         index, digits = txn.get(t.SNAPSHOT_NAMES, db_id, text) if text else None, text.removeprefix("#")
         by_id = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 9 else 0
         snapshot_id = by_id if index is None or (text.startswith("#") and txn.snapshot(db_id, by_id)) else index.value
         if row := txn.snapshot(db_id, snapshot_id):
             return _snapshot(txn, db_id, snapshot_id, row)
-    if found:
-        hint = f"`quire snapshot ls {quoted(name_of(txn, found[0][0]))}` lists them"
+    if candidates:
+        hint = f"`quire snapshot ls {quoted(name_of(txn, candidates[0][0]))}` lists them"
         raise UnknownSnapshot("the database has no such snapshot", hint=hint, subject=subject)
     return None
 
 
-def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -> Answer:
+def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -> Explanation:
     name = name_of(txn, db_id)
     release = drop(name, row, snapshot_id)
     if row.tags.get("by") == "lend":
@@ -169,8 +181,8 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
     else:
         holder = Holder("snapshot", f"{name}@{title(row, snapshot_id)}", "somebody made it, to be kept", release)
     keys = {key for number, leaf in read_leaves(txn, row.leaves) for key in artifacts(leaf, number)}
-    size = sum(artifact_bytes(txn, key) for key in keys) + sum(pin.used_bytes for pin in row.pins)
-    return Answer(f"{name}@{title(row, snapshot_id)}", "snapshot", row.kind.name.lower(), size, 0, (holder,))
+    size = sum(artifact_bytes(txn.artifact(key)) for key in keys) + sum(pin.used_bytes for pin in row.pins)
+    return Explanation(f"{name}@{title(row, snapshot_id)}", "snapshot", row.kind.name.lower(), size, 0, (holder,))
 
 
 def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
@@ -211,7 +223,7 @@ def _job(job_id: int, job: JobRecord) -> Holder:
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _page(txn: ReadTxn, subject: str, who: Who) -> Answer | None:
+def _page(txn: ReadTxn, subject: str, who: Who) -> Explanation | None:
     """The versions of a page, given as DB:PAGE, newest first, and who needs each; `None` if it is no page of a database."""
     name, _, digits = subject.rpartition(":")
     index = txn.get(t.DB_NAMES, name) if name else None
@@ -237,7 +249,7 @@ def _page(txn: ReadTxn, subject: str, who: Who) -> Answer | None:
         versions = [(0, f"in chunks, as of lsn {covered}"), *(version for version in versions if version[0] > covered)]
     holders = list(_needs(txn, db_id, versions, who))
     count = f"{len(versions)} version" + ("" if len(versions) == 1 else "s")
-    return Answer(subject, "page", count, len(versions) * database.page_size, 0, tuple(holders))
+    return Explanation(subject, "page", count, len(versions) * database.page_size, 0, tuple(holders))
 
 
 def _follows(prev_lsn: int) -> str:
@@ -271,9 +283,9 @@ def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], who: Who) 
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Answer:
+def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Explanation:
     counts = txn.refcount(key)
-    row = _row(txn, key)
+    row = txn.artifact(key)
     if row is None and counts is None:
         raise _unknown(txn, key, asked)
     holders = [*(_of_segment(txn, key, asked, who) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
@@ -286,11 +298,11 @@ def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Answer:
         what = f"{counts.in_use + counts.pending_upload} references are counted that no row holds"
         holders.append(Holder("database", name_of(txn, key.origin_db_id), what, "quire manifest check --repair"))
     kind = {ArtifactKind.WAL: "segment", ArtifactKind.BASE: "base", ArtifactKind.DELTA: "delta"}[key.kind]
-    return Answer(
+    return Explanation(
         names.object_key(key),
         kind,
         _state(key, row),
-        0 if row is None else row.used_bytes if key.kind is ArtifactKind.WAL else row.size_bytes,
+        artifact_bytes(row),
         0 if counts is None else counts.in_use + counts.pending_upload,
         tuple(holders),
     )
@@ -303,14 +315,6 @@ def _unknown(txn: ReadTxn, key: ArtifactKey, asked: str) -> UnknownArtifact:
         return UnknownArtifact(message, hint=hint, subject=asked, database=number(key.origin_db_id))
     whose = f"{record.name}, id {number(key.origin_db_id)}"
     return UnknownArtifact("the manifest knows nothing of this", hint=stray_hint(asked), subject=asked, database=whose)
-
-
-def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
-    if key.kind is ArtifactKind.BASE:
-        return txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
-    if key.kind is ArtifactKind.DELTA:
-        return txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
-    return txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
 
 
 def _state(key: ArtifactKey, row: Any) -> str:
@@ -347,8 +351,9 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> 
     elif row.state is WalState.OPEN:
         yield Holder("database", name, "writes to it", "when it is sealed: full, after its time, or at a snapshot")
     elif row.state < WalState.CHECKPOINTED:
-        holding = [each for each in who(db_id) if each.lsn < row.last_lsn and not each.set_aside]
-        yield from (each for each in _readers_of(txn, db_id, who) if row.state is WalState.INDEXED)
+        holding = [info for info in who(db_id) if info.lsn < row.last_lsn and not info.set_aside]
+        if row.state is WalState.INDEXED:
+            yield from _readers_of(txn, db_id, who)
         command = f"quire checkpoint {quoted(name)}"
         release = f"{command}, when its readers have closed" if holding else command
         yield Holder("database", name, "has not brought it into chunks", release)
@@ -362,10 +367,10 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> 
 
 def _evicted(name: str, asked: str) -> str:
     """What gives up the local copy of a stream's segment, while another one is there; nothing of its object."""
-    found = names.parse_path(asked)
-    if not isinstance(found, names.StreamSegmentFile):
+    file = names.parse_path(asked)
+    if not isinstance(file, names.StreamSegmentFile):
         return ""
-    if found.tier is names.Tier.HOT:
+    if file.tier is names.Tier.HOT:
         return f"quire stream tier {quoted(name)} evict, when it is in another tier too; or "
     return f"quire stream tier {quoted(name)} evict --warm, when it is in the object store; or "
 
@@ -391,7 +396,7 @@ def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
             release = f"quire merge {quoted(name)}, or quire drop {quoted(name)}"
             yield Holder("database", name, f"has slot {key.id} in it", release)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
-        used = {(origin, made) for leaf, origin, made in snapshot.leaves if leaf == number} & naming
+        used = {(origin, generation) for leaf, origin, generation in snapshot.leaves if leaf == number} & naming
         if used:
             unheld -= used
             yield snapshot_holder(txn, db_id, snapshot_id, snapshot, f"has slot {key.id} in it")

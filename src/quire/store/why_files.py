@@ -1,4 +1,5 @@
-"""Why files and objects that are not artifacts are kept: logs, key-value tables, backups, temporary files.
+"""The explanations of `why`, and those of files and objects that are not artifacts: logs, key-value tables, backups, temporary
+files.
 
 They have no reference counts: each belongs to something and goes with it, or is superseded. Temporary files go with what they
 are for, or are removed when that is opened the next time.
@@ -16,8 +17,10 @@ import re
 import shlex
 from collections.abc import Callable
 
+import msgspec
 from msgspec.structs import replace
 
+from quire.core.clock import moment
 from quire.core.errors import UnknownArtifact
 from quire.core.ids import U64_MAX, ArtifactKey, ArtifactKind
 from quire.durable import names, object_names
@@ -26,8 +29,8 @@ from quire.durable.space import given_bytes, measure_database
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbStatus
-from quire.store.why_values import OWNER_OPENS, Answer, Holder, number, quoted, snapshot_holder
+from quire.manifest.records import DbStatus, SnapshotRecord
+from quire.manifest.retention import WINDOW_TAG
 
 Look = Callable[[str], int | None]
 
@@ -49,41 +52,71 @@ _STAGED = f"{names.OBJECTS}/{names.TEMPORARY}/"
 _UNFINISHED = f"{names.MANIFEST}{names.TEMPORARY}-lock"
 """LMDB's lock beside a manifest that has not got its name yet."""
 
+OWNER_OPENS = "when the store is opened for writing the next time"
 WRITES = "writes it, or did when it ended"
 
 
-def of_file(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+class Holder(msgspec.Struct, frozen=True):
+    """One thing that keeps the subject."""
+
+    kind: str
+    """"database", "snapshot", "fork", "reader", "job", "plan", "backup", "store" or "time"."""
+    name: str
+    what: str
+    """How it holds on, in words."""
+    release: str
+    """What would end that: a command, or what to wait for."""
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Everything that keeps a subject."""
+
+    subject: str
+    kind: str
+    """"database", "namespace", "snapshot", "page", "segment", "base" or "delta";
+    "log", "table", "backup" or "file" for what is no artifact."""
+    state: str
+    size_bytes: int
+    references: int
+    """As they are counted; 0 of what is no artifact."""
+    holders: tuple[Holder, ...]
+    disk_bytes: int = 0
+    """What the file system has given for it in the store's directory: of a database for all its files, with zeros that are
+    reserved ahead. 0 of what is not there, and of a snapshot, whose files are its database's."""
+
+
+def of_file(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     """What keeps the file at a path in the store; `None` if it is none of these."""
-    found = names.parse_path(path)
-    if isinstance(found, names.StreamSegmentFile):
-        return _stream_segment(txn, found, look)
-    if isinstance(found, names.ManifestLogFile | names.ManifestLogSnapshotFile | names.ManifestLogLock):
-        return owned(txn, path, "log", found.stream_id, _log_file(found), look)
-    if isinstance(found, names.SstFile):
-        return _table(txn, found, look)
-    if isinstance(found, names.LsmWalFile):
+    file = names.parse_path(path)
+    if isinstance(file, names.StreamSegmentFile):
+        return _stream_segment(txn, file, look)
+    if isinstance(file, names.ManifestLogFile | names.ManifestLogSnapshotFile | names.ManifestLogLock):
+        return owned(txn, path, "log", file.stream_id, _log_file(file), look)
+    if isinstance(file, names.SstFile):
+        return _table(txn, file, look)
+    if isinstance(file, names.LsmWalFile):
         what = "has writes in it that may be in no table yet"
-        return owned(txn, path, "log", found.db_id, (what, f"{UPKEEP}, when all of them are in tables"), look)
-    if isinstance(found, names.LsmManifestLogFile | names.LsmManifestSnapshotFile):
+        return owned(txn, path, "log", file.db_id, (what, f"{UPKEEP}, when all of them are in tables"), look)
+    if isinstance(file, names.LsmManifestLogFile | names.LsmManifestSnapshotFile):
         return owned(
-            txn, path, "log", found.db_id, ("has the list of its tables in it", f"{UPKEEP}, with a newer one"), look
+            txn, path, "log", file.db_id, ("has the list of its tables in it", f"{UPKEEP}, with a newer one"), look
         )
-    if isinstance(found, names.FollowFile):
+    if isinstance(file, names.FollowFile):
         what = "remembers in it how far it has followed a SQLite file"
-        return owned(txn, path, "file", found.db_id, (what, "quire drop {name}"), look)
-    if isinstance(found, names.QuarantineNote | names.QuarantinedFile):
+        return owned(txn, path, "file", file.db_id, (what, "quire drop {name}"), look)
+    if isinstance(file, names.QuarantineNote | names.QuarantinedFile):
         what = "was moved there by a recovery that could not prove it to be garbage; `quire quarantine ls` says why"
-        release = f"quire quarantine rm {found.number}; quire quarantine restore {found.number} puts it back"
-        return Answer(
+        release = f"quire quarantine rm {file.number}; quire quarantine restore {file.number} puts it back"
+        return Explanation(
             path, "file", "in quarantine", size_of(path, look), 0, (Holder("store", "quarantine", what, release),)
         )
-    if isinstance(found, names.FixedFile):
+    if isinstance(file, names.FixedFile):
         holder = Holder("store", "the store", "is not whole without it", "never, while there is a store")
-        return Answer(path, "file", "part of every store", size_of(path, look), 0, (holder,))
+        return Explanation(path, "file", "part of every store", size_of(path, look), 0, (holder,))
     return of_passing(txn, path, look)
 
 
-def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
+def of_object(txn: ReadTxn, key: str, look: Look | None) -> Explanation | None:
     """What keeps an object by its key; `None` if it is none of these."""
     gone, name = "with its stream: quire drop {name}", own_name(txn, key)
     if chunk := object_names.parse_manifest_log_key(name):
@@ -100,74 +133,76 @@ def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
         label = backup["label"]
         release = f"quire kv prune {shlex.quote(label)}, or the next quire kv backup when enough newer ones are there"
         holder = Holder("backup", label, f"quire kv restore NEW --label {shlex.quote(label)} reads it", release)
-        return Answer(key, "backup", "in the object store", size_of(key, look), 0, (holder,))
+        return Explanation(key, "backup", "in the object store", size_of(key, look), 0, (holder,))
     return None
 
 
-def _log_file(found: names.StoreName) -> tuple[str, str]:
+def _log_file(file: names.StoreName) -> tuple[str, str]:
     """How a stream holds a file of its manifest log, and what would end that."""
-    if isinstance(found, names.ManifestLogFile):
+    if isinstance(file, names.ManifestLogFile):
         release = f"{UPKEEP}, when its object is in tier 2 and a newer snapshot of the log stands for it"
-        return f"has chunk {found.chunk_index} of its manifest log in it: what became of its segments", release
-    if isinstance(found, names.ManifestLogSnapshotFile):
-        return f"has snapshot {found.snapshot_id} of its manifest log in it", f"{UPKEEP}, when newer ones stand for it"
+        return f"has chunk {file.chunk_index} of its manifest log in it: what became of its segments", release
+    if isinstance(file, names.ManifestLogSnapshotFile):
+        return f"has snapshot {file.snapshot_id} of its manifest log in it", f"{UPKEEP}, when newer ones stand for it"
     return "locks its manifest log with it", "with the stream: quire drop {name}"
 
 
-def _stream_segment(txn: ReadTxn, found: names.StreamSegmentFile, look: Look | None) -> Answer | None:
+def _stream_segment(txn: ReadTxn, file: names.StreamSegmentFile, look: Look | None) -> Explanation | None:
     """Only of the open segment: a sealed one has a row, and is an artifact."""
-    key = ArtifactKey(found.stream_id, ArtifactKind.WAL, found.segment_id, 0)
-    if found.segment_id <= 0xFFFFFFFF and txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None:
+    key = ArtifactKey(file.stream_id, ArtifactKind.WAL, file.segment_id, 0)
+    if file.segment_id <= 0xFFFFFFFF and txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None:
         return None
     what = ("writes to it, or did a moment ago", "quire stream seal {name}, then what its retention says")
-    return owned(txn, found.path, "segment", found.stream_id, what, look)
+    return owned(txn, file.path, "segment", file.stream_id, what, look)
 
 
-def _table(txn: ReadTxn, found: names.SstFile, look: Look | None) -> Answer:
-    row = txn.get(t.LSM_CATALOG, found.db_id, found.sst_id)
+def _table(txn: ReadTxn, file: names.SstFile, look: Look | None) -> Explanation:
+    row = txn.get(t.LSM_CATALOG, file.db_id, file.sst_id)
     if row is None:
         what = ("has it no more among its tables, or not yet", f"{UPKEEP}, when no snapshot and no reader needs it")
     else:
         what = (f"has {row.rows:,} versions of keys in it, on level {row.level}", "quire kv compact {name}")
-    return owned(txn, found.path, "table", found.db_id, what, look)
+    return owned(txn, file.path, "table", file.db_id, what, look)
 
 
 # ── temporary files ───────────────────────────────────────────────────────────────────────────────────────────────────
-def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     """What keeps a file that comes and goes by itself; `None` if it is none of these."""
     stem = names.parse_path(path.removesuffix(names.TEMPORARY))
     if isinstance(stem, names.LeaseFile):
         what, release = "says with it which version it reads", "when it closes or ends; the owner removes what is left"
-        return _answer(path, look, Holder("reader", str(stem.reader), what, release))
+        return _passing(path, look, Holder("reader", str(stem.reader), what, release))
     if _SCRATCH.fullmatch(path):
         what = "has rows of a load in it, or pages of a large transaction"
-        return _answer(
+        return _passing(
             path, look, Holder("store", "the owner", what, f"when that is done; what is left, {OWNER_OPENS}")
         )
     if path.startswith(_STAGED):
         what = "puts an object there before it gets its name"
         release = "when it is whole; the owner's upkeep or `quire verify --sweep` removes what is an hour old"
-        return _answer(path, look, Holder("store", "a writer", what, release))
+        return _passing(path, look, Holder("store", "a writer", what, release))
     if _PROBE.fullmatch(path):
         what, release = "has put it there to see whether it comes back", "when it ends; what is left may be deleted"
-        return _answer(path, look, Holder("store", "quire doctor", what, release))
+        return _passing(path, look, Holder("store", "quire doctor", what, release))
     if path == names.MODE_FILE:
         what = "remembers in it how much the manifest logs of all streams are believed (quire manifest mode)"
         release = "quire manifest mode changes it; without it, quire.toml decides"
-        return Answer(path, "file", "in use", size_of(path, look), 0, (Holder("store", "the store", what, release),))
+        return Explanation(
+            path, "file", "in use", size_of(path, look), 0, (Holder("store", "the store", what, release),)
+        )
     is_part = isinstance(stem, names.FixedFile) or path.startswith(names.MODE_FILE)
     if path == _UNFINISHED or (is_part and path.endswith(names.TEMPORARY)):
-        return _answer(
+        return _passing(
             path, look, Holder("store", "the owner", WRITES, f"when it is whole; what is left, {OWNER_OPENS}")
         )
     return _of_stream(txn, path, look) or _of_lsm(txn, path, look) or _of_pages(txn, path, look)
 
 
-def _answer(path: str, look: Look | None, holder: Holder) -> Answer:
-    return Answer(path, "file", "comes and goes by itself", size_of(path, look), 0, (holder,))
+def _passing(path: str, look: Look | None, holder: Holder) -> Explanation:
+    return Explanation(path, "file", "comes and goes by itself", size_of(path, look), 0, (holder,))
 
 
-def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     if (match := _OF_STREAM.fullmatch(path)) is None:
         return None
     stream_id = int(match["id"])
@@ -175,14 +210,14 @@ def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
         what = "remembers in it its consumers, its retention, and in which mode it was last open"
         return owned(txn, path, "file", stream_id, (what, "quire drop {name}"), look)
     if _SPARE.search(path):
-        told = ("has it ready as its next segment", "when the stream is closed, or opened the next time")
-        return owned(txn, path, "file", stream_id, told, look)
+        words = ("has it ready as its next segment", "when the stream is closed, or opened the next time")
+        return owned(txn, path, "file", stream_id, words, look)
     if path.endswith(names.TEMPORARY):
         return owned(txn, path, "file", stream_id, (WRITES, _opened("stream")), look)
     return None
 
 
-def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     if (match := _OF_LSM.fullmatch(path)) is None:
         return None
     db_id, rest = int(match["id"], 16), match["rest"]
@@ -197,7 +232,7 @@ def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     return None
 
 
-def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | None) -> Answer:
+def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | None) -> Explanation:
     """A file of a snapshot: mostly another name of a table that the database has, or had."""
     held = [
         snapshot_holder(txn, db_id, snapshot_id, row, "has it as part of the database as it was")
@@ -205,16 +240,19 @@ def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | N
         if row.anchor_segment_id == number
     ]
     if not held:
-        told = ("had it for a snapshot that was dropped", "the owner's upkeep, or the next use of a key-value database")
-        return owned(txn, path, "file", db_id, told, look)
-    return Answer(path, "file", "in use", size_of(path, look), 0, tuple(held))
+        words = (
+            "had it for a snapshot that was dropped",
+            "the owner's upkeep, or the next use of a key-value database",
+        )
+        return owned(txn, path, "file", db_id, words, look)
+    return Explanation(path, "file", "in use", size_of(path, look), 0, tuple(held))
 
 
-def _of_pages(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+def _of_pages(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     if (match := _OF_PAGES.fullmatch(path)) is None or not path.endswith(names.TEMPORARY):
         return None
-    told = (WRITES, "when it is whole; what is left, by the owner's upkeep when it is an hour old")
-    return owned(txn, path, "file", int(match["id"], 16), told, look)
+    words = (WRITES, "when it is whole; what is left, by the owner's upkeep when it is an hour old")
+    return owned(txn, path, "file", int(match["id"], 16), words, look)
 
 
 def _opened(what: str) -> str:
@@ -222,7 +260,7 @@ def _opened(what: str) -> str:
 
 
 # ── what all of them share ────────────────────────────────────────────────────────────────────────────────────────────
-def owned(txn: ReadTxn, path: str, kind: str, db_id: int, told: tuple[str, str], look: Look | None) -> Answer:
+def owned(txn: ReadTxn, path: str, kind: str, db_id: int, words: tuple[str, str], look: Look | None) -> Explanation:
     """The answer for what belongs to one database: how that holds it, and what would end it."""
     size = size_of(path, look)
     record = txn.database(db_id) if 0 < db_id <= 0xFFFFFFFF else None
@@ -232,19 +270,19 @@ def owned(txn: ReadTxn, path: str, kind: str, db_id: int, told: tuple[str, str],
         raise UnknownArtifact(message, hint=_nobodys(txn, path, db_id), path=path, database=whose)
     if record.status is DbStatus.TOMBSTONED:
         gone = Holder("time", "sweep", f"{record.name or f'#{db_id}'} was dropped", _swept(path))
-        return Answer(path, kind, "left over", size, 0, (gone,))
-    what, release = told
+        return Explanation(path, kind, "left over", size, 0, (gone,))
+    what, release = words
     holder = Holder("database", record.name, what, release.replace("{name}", quoted(record.name)))
-    return Answer(path, kind, "in use", size, 0, (holder,))
+    return Explanation(path, kind, "in use", size, 0, (holder,))
 
 
 def own_name(txn: ReadTxn, key: str) -> str:
     """An object's name below the prefix of the owner epoch that wrote it; another store's is left as it is."""
-    found = parse_epoch_key(key)
-    return found[2] if found is not None and found[0] == txn.store_id() else key
+    parsed = parse_epoch_key(key)
+    return parsed[2] if parsed is not None and parsed[0] == txn.store_id() else key
 
 
-def on_disk(txn: ReadTxn, root: str, asked: str, answer: Answer) -> Answer:
+def on_disk(txn: ReadTxn, root: str, asked: str, answer: Explanation) -> Explanation:
     """The answer with what the file system has given for the subject in the store at `root`."""
     if answer.kind == "database":
         given = measure_database(root, txn.database_id(answer.subject))
@@ -268,15 +306,15 @@ def size_of(path: str, look: Look | None) -> int:
 
 def stray_hint(path: str) -> str:
     """What finds or removes something that could be an artifact and is none: an object, or a file at a path in the store."""
-    found = names.parse_path(path)
-    if isinstance(found, names.WalSegmentFile):
+    file = names.parse_path(path)
+    if isinstance(file, names.WalSegmentFile):
         return (
             "if there is such a file, the owner looks at it when it opens the database the next time: without a commit in it "
             "it is removed, else moved to quarantine"
         )
-    if isinstance(found, names.StreamSegmentFile):
+    if isinstance(file, names.StreamSegmentFile):
         return "if there is such a file, the owner removes it or moves it to quarantine when it opens the stream the next time"
-    return NOBODYS if isinstance(found, names.CachedChunkFile) else ORPHANS
+    return NOBODYS if isinstance(file, names.CachedChunkFile) else ORPHANS
 
 
 def _nobodys(txn: ReadTxn, path: str, db_id: int) -> str:
@@ -292,3 +330,52 @@ def _swept(path: str) -> str:
     if path.startswith(names.PAGES):
         return "the owner's upkeep, within an hour"
     return "the owner's upkeep, or when the next stream is dropped"
+
+
+# ── words that all explanations share ─────────────────────────────────────────────────────────────────────────────────
+def snapshot_holder(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord, what: str) -> Holder:
+    """A snapshot that holds something of any database."""
+    name = name_of(txn, db_id)
+    return Holder("snapshot", f"{name}@{title(row, snapshot_id)}", lent(row, what), drop(name, row, snapshot_id))
+
+
+def title(row: SnapshotRecord, snapshot_id: int) -> str:
+    """What a snapshot is called; its id if nobody has named it."""
+    return row.name or f"#{snapshot_id}"
+
+
+def drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
+    """What would end a snapshot."""
+    command = f"quire snapshot drop {quoted(name)} {quoted(row.name or str(snapshot_id))}"
+    if row.expires_at_ms:
+        return f"by itself {moment(row.expires_at_ms)}, or {command}"
+    return command
+
+
+def lent(row: SnapshotRecord, what: str) -> str:
+    """How a snapshot holds on that nobody has named: for whom it is there."""
+    if row.tags.get("by") == "lend":
+        return f"is lent to a query (Spark, or another reader), and {what}"
+    if WINDOW_TAG in row.tags:
+        return f"is there for time travel, and {what}"
+    return what
+
+
+def quoted(name: str) -> str:
+    """A name as a command takes it: most are as they are."""
+    return shlex.quote(name)
+
+
+def name_of(txn: ReadTxn, db_id: int) -> str:
+    """A database's name; its id if it has none any more."""
+    record = txn.database(db_id)
+    return record.name if record is not None and record.name else f"#{db_id}"
+
+
+def number(db_id: int) -> str:
+    """A database's id, also as directories and keys have it.
+
+    >>> number(153)
+    '153 (0x99)'
+    """
+    return f"{db_id} (0x{db_id:x})"

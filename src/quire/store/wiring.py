@@ -1,10 +1,7 @@
 """The parts of an opened store, each made when it is first needed: object stores, the engines, the worker and its upkeep.
 
-Rules
-  1. A part is loaded and made when it is first needed, alone: appending to a stream needs neither the page engine nor jobs,
-     and each of them takes longer to load (numpy, checksums, handlers) than most commands do. So every import of a part is in
-     the property that makes it; the owner's background upkeep asks only after its first interval.
-  2. There is one of each; what was made is closed, the last first, and nothing is made any more.
+A part is made when it is first needed, alone: appending to a stream needs neither the page engine nor jobs. There is one of
+each; what was made is closed, the last first, and nothing is made any more.
 
 Threads: any. Raises `StoreClosed`.
 """
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
     from quire.jobs.runner import Runner
+    from quire.manifest.snapshots import ForkOptions, SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
     from quire.objects.collector import Collector
@@ -73,16 +71,16 @@ class Wiring:
         self._closed = False
 
     def _once(self, name: str, make: Callable[[], R]) -> R:
-        """Make a part when it is first asked for, once, and remember it to be closed (rules 1 and 2)."""
-        found: R | None = self._made.get(name)
-        if found is None:
+        """Make a part when it is first asked for, once, and remember it to be closed."""
+        part: R | None = self._made.get(name)
+        if part is None:
             with self._making:
-                found = self._made.get(name)
-                if found is None:
+                part = self._made.get(name)
+                if part is None:
                     if self._closed and name not in (STORES, FILES, RIGHTS):
                         raise StoreClosed("the store is closed", hint="open it again", path=self._path)
-                    found = self._made[name] = make()
-        return found
+                    part = self._made[name] = make()
+        return part
 
     # ── where bytes are ───────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -250,7 +248,7 @@ class Wiring:
     @property
     def upkeep(self) -> Upkeep:
         """The owner's maintenance."""
-        return self._once("upkeep", lambda: Upkeep(self.context, self.worker, self._snapshot, self._sweep_versions))
+        return self._once("upkeep", lambda: Upkeep(self.context, self.worker, self.snapshot, self._sweep_versions))
 
     def _spark(self) -> Runner:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""
@@ -275,36 +273,49 @@ class Wiring:
         self.kv.record_ends()
         return self.kv.sweep()
 
-    def _snapshot(self, db_id: int, name: str, tags: dict[str, str]) -> None:
-        """A scheduled snapshot: through the engine, if some of the database is in an open segment (P13)."""
+    # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(self, db: int | str, name: str, tags: dict[str, str] | None) -> SnapshotInfo:
+        """Keep a database as it is, by whoever can say what that is."""
+        db_id, kind, in_segment = self._look(db)
+        if kind is not DbKind.PAGES:
+            return self.engine_of(kind).snapshot(db, name, tags=tags)
+        if in_segment:
+            return self.pages.snapshot(db_id, name, tags=tags)
+        return self._manifest.snapshots.publish(db_id, name, tags=tags)
+
+    def fork(self, db: int | str, new_name: str, *, at: int | str | None, options: ForkOptions) -> int:
+        """A new database that begins as another one is, or was at a snapshot; its id."""
+        db_id, kind, in_segment = self._look(db)
+        if kind is not DbKind.PAGES:
+            return self.engine_of(kind).fork(db, new_name, at=at, options=options)
+        if at is None and in_segment:
+            return self.pages.fork(db_id, new_name, options=options)
+        return self._manifest.snapshots.fork(db_id, new_name, at=at, options=options)
+
+    def _look(self, db: int | str) -> tuple[int, DbKind, bool]:
+        """Id and kind of a database, and whether some of it is in an open segment: then the page engine must be asked (P13)."""
         with self._manifest.read() as txn:
-            in_segment = has_open_segment(txn, db_id)
-            record = txn.database(db_id)
-        if record is not None and record.kind is not DbKind.PAGES:
-            self.engine_of(record.kind).snapshot(db_id, name, tags=tags)
-        elif in_segment:
-            self.pages.snapshot(db_id, name, tags=tags)
-        else:
-            self._manifest.snapshots.publish(db_id, name, tags=tags)
+            db_id, record = txn.require_database(db)
+            return db_id, record.kind, has_open_segment(txn, db_id)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
         """Stop the work, close the databases; each whatever the others do. The object stores: `close_stores`."""
         with self._making:
             self._closed = True
-            made = dict(self._made)
+            parts = dict(self._made)
         with ExitStack() as closing:  # runs from the last to the first
-            if FILES in made:
-                closing.callback(made[FILES].close)
+            if FILES in parts:
+                closing.callback(parts[FILES].close)
             for name in ("pages", "kv", "streams"):
-                if name in made:
-                    closing.callback(made[name].close)
-            if "upkeep" in made:  # which stops the worker
-                closing.callback(made["upkeep"].stop)
-            elif "worker" in made:
-                closing.callback(made["worker"].stop)
-            if "sqlite" in made:
-                closing.callback(made["sqlite"].close)
+                if name in parts:
+                    closing.callback(parts[name].close)
+            if "upkeep" in parts:  # which stops the worker
+                closing.callback(parts["upkeep"].stop)
+            elif "worker" in parts:
+                closing.callback(parts["worker"].stop)
+            if "sqlite" in parts:
+                closing.callback(parts["sqlite"].close)
 
     def close_stores(self) -> None:
         """Close the object stores, when nobody uploads any more."""

@@ -1,9 +1,7 @@
 """What the owner's engines and jobs ask before they put or delete: whether the place is written down, and still ours.
 
-Rules
-  1. Opening asks nobody: the bucket is looked at before the first put, not before (A2).
-  2. A place inside the store's directory, and `memory://`, belong to whoever has the lock: nobody else is asked.
-  3. Objects of namespaces in other places are guarded by the session in the store's own place.
+Opening asks nobody: the bucket is looked at before the first put (A2). A place inside the store's directory, and `memory://`,
+belong to whoever has the lock. Objects of namespaces in other places are guarded by the session in the store's own place.
 
 Threads: any. Raises `StoreFenced`, and what manifest and object store raise.
 """

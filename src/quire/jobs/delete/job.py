@@ -30,14 +30,13 @@ from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.context import JobContext
 from quire.jobs.delete.run import DeleteTask, delete
 from quire.jobs.handler import Completed, Deferred, Outcome, Progress, commit_step
 from quire.jobs.leftovers import remove_empty, remove_home
 from quire.jobs.locations import ArtifactLocation, AttemptFailures
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
-from quire.manifest.leases import leases_of
 from quire.manifest.namespaces import NAMESPACES
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.corrections import CorrectRefcount
@@ -134,7 +133,7 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
     rowless: list[ArtifactKey] = []
     due_at = 0
     damaged: ManifestDamaged | None = None
-    kept = leases_of(ctx.manifest).kept_since(db_id)
+    kept = ctx.manifest.leases.kept_since(db_id)
     for raw, value in txn.raw_scan(t.GC_ZERO, db_id):
         try:
             since = t.GC_ZERO.rows.decode(raw, value).value  # first: it looks at the key too
@@ -187,7 +186,7 @@ def _doomed_row(txn: ReadTxn, key: ArtifactKey) -> Any:
         raise ManifestDamaged(
             "gc_zero names an artifact that is in use", hint="`quire manifest check --repair` mends it", artifact=key
         )
-    return artifact_row(txn, key)
+    return txn.artifact(key)
 
 
 def is_bare(txn: ReadTxn, db_id: int) -> bool:

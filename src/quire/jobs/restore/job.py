@@ -21,7 +21,6 @@ from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.restore.run import RestoreTask, write_pages
 from quire.jobs.runner import Runner, Tick, no_tick
 from quire.manifest.jobqueue import Job
-from quire.pages.anchors import find_snapshot
 from quire.pages.view import SnapshotView
 from quire.pages.view_build import view_of
 
@@ -30,7 +29,7 @@ def restore_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Write a snapshot (payload `snapshot`, an id) to a file (payload `path`)."""
     given = options(job, snapshot=0, path="", replace=False, runner="")
     with ctx.manifest.read() as txn:
-        snapshot_id, record = find_snapshot(txn, job.db_id, given["snapshot"])
+        snapshot_id, record = txn.require_snapshot(job.db_id, given["snapshot"])
         view = view_of(txn, job.db_id, snapshot_id, record, ctx.objects_url)
     size = view.size_pages * view.page_size
     runner = ctx.choose_runner(given["runner"], size, label="quire-restore")

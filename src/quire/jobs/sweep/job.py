@@ -39,7 +39,7 @@ from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.durable.object_names import parse_epoch_key
-from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.locations import ArtifactLocation
 from quire.jobs.row_groups import part
@@ -377,7 +377,7 @@ def real_orphans(
 def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
     if key.origin_db_id in txn.refused_databases():
         return True  # its rows are damaged: what they would say is not known
-    if artifact_row(txn, key) is not None or txn.refcount(key) is not None:
+    if txn.artifact(key) is not None or txn.refcount(key) is not None:
         return True
     if key.kind is ArtifactKind.WAL:
         return txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None

@@ -36,7 +36,7 @@ from quire.core.errors import Corruption, InvalidInput, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
 from quire.durable.names import object_key
-from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.context import JobContext
 from quire.jobs.copies import Tick
 from quire.jobs.handler import Completed, Deferred, Outcome, Progress, artifact_of, commit_step, options, update
 from quire.jobs.locations import ArtifactLocation
@@ -231,7 +231,7 @@ def no_digest(key: ArtifactKey) -> Corruption:
 def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
     if key.kind not in (ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactKind.WAL):
         raise InvalidInput("only chunks, deltas and WAL segments have bytes", artifact=key)
-    row = artifact_row(txn, key)
+    row = txn.artifact(key)
     if row is None:
         raise UnknownArtifact("no such artifact in the catalog", artifact=key)
     if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or borrows(key, row):

@@ -39,7 +39,7 @@ from quire.core.limits import GIB, MIB
 from quire.durable.failpoints import hit
 from quire.durable.names import Tier, WalSegmentFile, object_key, stream_dir
 from quire.durable.object_names import kv_backups_prefix
-from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, commit_step, options, update
 from quire.jobs.locations import ArtifactLocation
 from quire.jobs.runner import Runner, TaskResult, balanced
@@ -148,7 +148,7 @@ def plan_aged(txn: ReadTxn, asked_at_ms: int, max_age_seconds: float) -> Aged:
 
 def place_to_verify(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> ArtifactLocation | None:
     """Where the bytes of an artifact should be now; `None` if it is (about to be) gone."""
-    row = artifact_row(txn, key)
+    row = txn.artifact(key)
     if row is None or borrows(key, row) or _is_doomed(txn, key):
         return None
     return ctx.place_of(txn, key, row)
@@ -156,7 +156,7 @@ def place_to_verify(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> Artifact
 
 def bitmap_of(txn: ReadTxn, key: ArtifactKey) -> int:
     """The hash of a chunk's page bitmap, by its row; 0 if it is no chunk, or none was recorded."""
-    return int(getattr(artifact_row(txn, key), "bitmap_hash", 0))
+    return int(getattr(txn.artifact(key), "bitmap_hash", 0))
 
 
 def is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:

@@ -1,23 +1,37 @@
-"""Operations on catalog rows of artifacts: chunks, deltas, namespaces, and what becomes of their bytes.
+"""Operations on catalog rows of artifacts (chunks, deltas), and on the namespaces that their objects are in.
 
-Rules
-  1. An artifact's row is written once; putting the same row again is fine (a repeated publish), another one is not.
-  2. A delta needs its base: the base chunk of the generation it names is in the catalog.
-  3. What changes later — residency, hashes learned by an upload, verification — changes through `UpdateArtifact`, in the
-     one row every fork and snapshot shares (M6).
+Terms
+  place   where objects may go: the store's configured object store (0), or a namespace that a person has registered
+  epoch   counts the takeovers of a store; every place has one namespace per epoch (A1), and the highest is the current one
+
+An artifact's row is written once; putting the same row again is fine (a repeated publish), another one is not. What changes
+later (residency, hashes learned by an upload, verification) changes through `UpdateArtifact`, in the one row that all forks and
+snapshots share (M6).
+
+A namespace of the current epoch holds a reference of its own, so that it stays while nothing is in it; those of former epochs
+stay as long as something is in them. A place with a name holds itself too, until a person drops it; then it and its current
+namespace let go together, so that neither stays behind.
 """
 
 from collections import Counter as Tally
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, InvalidInput, NameTaken, UnknownArtifact
+from quire.core.errors import (
+    AlreadyExists,
+    InvalidInput,
+    NameTaken,
+    StalePlan,
+    StillReferenced,
+    UnknownArtifact,
+    UnknownNamespace,
+)
 from quire.core.ids import ArtifactKey, ArtifactKind, some_u32
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
-from quire.manifest.ops.refs import namespace_key, release, retain_namespace, row_subject
+from quire.manifest.ops.refs import doom, namespace_key, note_artifact, release, release_epochs, retain_namespace
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
 
@@ -127,17 +141,10 @@ class RecordUploads(Op, frozen=True, tag=150):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         for kind, number, generation, delta_id in self.artifacts:
             key = ArtifactKey(self.origin_db_id, ArtifactKind(kind), number, generation, delta_id)
-            row: Any
-            if key.kind is ArtifactKind.BASE:
-                row = tables.chunk_catalog.get(_chunk_key(self.origin_db_id, number, generation))
-            else:
-                packed = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, number, generation, delta_id)
-                row = tables.chunk_delta_index.get(packed)
-            if row is None:
+            view, packed = tables.catalog(key)
+            if (row := view.get(packed)) is None:
                 raise UnknownArtifact("no such artifact in the catalog", artifact=key)
-            subject = row_subject(row, key)
-            note = (self.component, self.origin_db_id, AuditAction.UPLOADED, subject, number, row.size_bytes)
-            tables.notes.append(note)
+            note_artifact(tables, self.component, AuditAction.UPLOADED, key, row)
 
 
 class UpdateArtifact(Op, frozen=True, tag=22):
@@ -161,7 +168,8 @@ class UpdateArtifact(Op, frozen=True, tag=22):
     purge_after_ms: UInt | None = None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        view, key = self._row(tables)
+        artifact = ArtifactKey(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
+        view, key = tables.catalog(artifact)
         row = view.get(key)
         # A fork's row of an inherited segment is not the artifact's: its bytes are described once, at the origin (M6).
         if row is None or getattr(row, "origin_db_id", self.origin_db_id) != self.origin_db_id:
@@ -182,28 +190,11 @@ class UpdateArtifact(Op, frozen=True, tag=22):
             if row.namespace_id:
                 release(tables, namespace_key(row.namespace_id), at_ms)
         view.put(key, replace(row, **changes))
-        self._note(tables, row)
-
-    def _note(self, tables: Overlay, before: Any) -> None:
-        """What happened to the bytes, for the audit."""
-        action = _MOVES.get((before.residency, self.residency)) if self.residency is not None else None
-        if self.verify_state in _BAD and self.verify_state is not before.verify_state:
+        action = _MOVES.get((row.residency, self.residency)) if self.residency is not None else None
+        if self.verify_state in _BAD and self.verify_state is not row.verify_state:
             action = AuditAction.FOUND_DAMAGED
         if action is not None:
-            key = ArtifactKey(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
-            size = getattr(before, "size_bytes", 0) or getattr(before, "used_bytes", 0)
-            note = (self.component, self.origin_db_id, action, row_subject(before, key), self.id, size)
-            tables.notes.append(note)
-
-    def _row(self, tables: Overlay) -> tuple[Any, bytes]:
-        if self.kind is ArtifactKind.BASE:
-            return tables.chunk_catalog, t.CHUNK_CATALOG.key.pack(self.origin_db_id, self.id, self.generation)
-        if self.kind is ArtifactKind.DELTA:
-            key = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, self.id, self.generation, self.delta_id)
-            return tables.chunk_delta_index, key
-        if self.kind is ArtifactKind.WAL:
-            return tables.wal_catalog, t.WAL_CATALOG.key.pack(self.origin_db_id, self.id)
-        raise InvalidInput("only chunks, deltas and WAL segments have bytes", kind=self.kind.name)
+            note_artifact(tables, self.component, action, artifact, row)
 
 
 _BAD = (VerifyState.MISSING, VerifyState.ALTERED)
@@ -263,3 +254,70 @@ def _claim_place(tables: Overlay, record: NamespaceRecord) -> None:
         if row.url == record.url:
             hint = f"use the namespace {row.name!r}, or a prefix of the bucket that no other has"
             raise NameTaken("a namespace is in this place already", hint=hint, url=row.url)
+
+
+class BeginOwnerEpoch(Op, frozen=True, tag=113):
+    """A store was made or taken over: new namespaces, one for each place."""
+
+    component = int(Component.REMOTE)
+    owner_epoch: UInt
+    namespaces: list[tuple[UInt, NamespaceRecord]]
+    """(id, record) of the namespace of each place in this epoch."""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        some_u32("owner_epoch", self.owner_epoch)
+        rows = [(key, row) for key, row in tables.remote_namespace.scan() if row.owner_epoch]
+        former = max((row.owner_epoch for _, row in rows), default=0)
+        if self.owner_epoch <= former:
+            raise StalePlan(
+                "the store is in this owner epoch or beyond it", hint="look again", now=former, asked=self.owner_epoch
+            )
+        # A plan names objects of its epoch (P10): what it wrote must be garbage in the former namespaces before these let go.
+        if tables.checkpoint_plan.any(b""):
+            raise StalePlan("a plan of the former epoch is stored", hint="abandon it in the same batch, before this")
+        for namespace_id, record in self.namespaces:
+            place = tables.remote_namespace.get(t.REMOTE_NAMESPACE.key.pack(record.place_id))
+            if place is not None and place.dropped_at_ms:
+                raise StalePlan("a place was dropped meanwhile", hint="look again", namespace_id=record.place_id)
+            self._put(tables, namespace_id, record)
+        for key, row in rows:
+            if row.owner_epoch == former and not row.dropped_at_ms:
+                release(tables, namespace_key(t.REMOTE_NAMESPACE.key.unpack(key)[0]), at_ms)
+
+    def _put(self, tables: Overlay, namespace_id: int, record: NamespaceRecord) -> None:
+        key = t.REMOTE_NAMESPACE.key.pack(some_u32("namespace_id", namespace_id))
+        if record.owner_epoch != self.owner_epoch or tables.remote_namespace.has(key):
+            raise InvalidInput("not a new namespace of this epoch", namespace_id=namespace_id, epoch=self.owner_epoch)
+        tables.remote_namespace.put(key, record)
+        raise_watermark(tables, Counter.NAMESPACE, namespace_id)
+        retain_namespace(tables, namespace_id)
+
+
+class DropNamespace(Op, frozen=True, tag=160):
+    """A person gives up a place that no database uses: it goes after the grace, with its namespaces of owner epochs."""
+
+    component = int(Component.REMOTE)
+    namespace_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, count_key = t.REMOTE_NAMESPACE.key.pack(self.namespace_id), namespace_key(self.namespace_id)
+        place = tables.remote_namespace.get(key)
+        if place is None or place.owner_epoch:
+            raise UnknownNamespace("no such namespace is registered", namespace_id=self.namespace_id)
+        if place.dropped_at_ms:
+            return
+        count = tables.gc_refcounts.get(count_key)
+        users = (count.in_use if count is not None else 0) - place.holds_itself
+        if users > 0:
+            raise StillReferenced(
+                "databases use the namespace",
+                hint="drop them first; a dropped one lets go when its objects are deleted (`quire namespace ls`)",
+                namespace=place.name or self.namespace_id,
+                users=users,
+            )
+        tables.remote_namespace.put(key, replace(place, dropped_at_ms=at_ms))
+        if place.holds_itself:
+            release(tables, count_key, at_ms)
+        elif count is None:
+            doom(tables, count_key, at_ms)
+        release_epochs(tables, self.namespace_id, at_ms)

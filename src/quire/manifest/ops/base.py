@@ -1,12 +1,9 @@
 """What every operation is: a small frozen value with a tag, a component, and a pure `apply`.
 
-Rules
-  1. `apply(tables, at_ms)` depends on nothing but its arguments (M2): no clock, no randomness, no I/O. Identifiers are in
-     the op, the time is that of the batch; so a replayed log gives the same bytes.
-  2. An op checks every precondition and raises a `QuireError` before or after its writes, it does not matter which: the
-     batch is rolled back as a whole.
-  3. Tags are never reused and fields are only appended, with defaults: old change records stay readable.
-  4. Ops with `logged = False` write local tables only and never enter the change feed.
+`apply(tables, at_ms)` depends on nothing but its arguments (M2): no clock, no randomness, no I/O. Identifiers are in the op,
+the time is that of the batch; so a replayed log gives the same bytes. It raises a `QuireError` before or after its writes, it
+does not matter which: the batch is rolled back as a whole. Tags are never reused and fields are only appended, with defaults:
+old change records stay readable.
 """
 
 # Not `from __future__ import annotations`: msgspec would evaluate the text of each field's type in each process that reads or

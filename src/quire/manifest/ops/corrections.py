@@ -1,9 +1,8 @@
 """Operations that repair what `check` found. They are the only ones that set a row to a given value.
 
-Rules
-  1. A corrected count is logged like any change, so replicas are corrected too; derived rows are local and are not.
-  2. Only `check` and `repair` propose corrections, each for a row that was recomputed from the rows that own the truth, found
-     in the change log, or given up because nothing knows what it was.
+Only `check` and `repair` propose them, each for a row that was recomputed from the rows that own the truth, found in the
+change log, or given up because nothing knows what it was. A corrected count is logged like any change, so replicas are
+corrected too; derived rows are local and are not.
 """
 
 from typing import Any
@@ -46,14 +45,13 @@ class CorrectIndex(Op, frozen=True, tag=62):
     value: UInt | None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        for view in tables.views:
-            if view.table.name == self.table and view.table.policy is t.Policy.DERIVED:
-                if self.value is None:
-                    view.delete(self.key)
-                else:
-                    view.put(self.key, IndexRecord(self.value))
-                return
-        raise InvalidInput("not a derived table", table=self.table)
+        view = tables.views.get(self.table)
+        if view is None or view.table.policy is not t.Policy.DERIVED:
+            raise InvalidInput("not a derived table", table=self.table)
+        if self.value is None:
+            view.delete(self.key)
+        else:
+            view.put(self.key, IndexRecord(self.value))
 
 
 RESTORED = tuple(
@@ -91,12 +89,11 @@ class RestoreLocalRow(Op, frozen=True, tag=141):
 
 
 def _restore(tables: Overlay, allowed: tuple[t.Table[Any], ...], name: str, key: bytes, row: bytes | None) -> None:
-    for view in tables.views:
-        if view.table.name == name and view.table in allowed:
-            if row is None:
-                view.delete(key)
-            else:
-                view.put(key, view.table.codec.decode(row))
-            tables.active_ids.clear()  # it may be of a database
-            return
-    raise InvalidInput("rows of this table cannot be restored", table=name)
+    view = tables.views.get(name)
+    if view is None or view.table not in allowed:
+        raise InvalidInput("rows of this table cannot be restored", table=name)
+    if row is None:
+        view.delete(key)
+    else:
+        view.put(key, view.table.codec.decode(row))
+    tables.active_ids.clear()  # the row may be a database's

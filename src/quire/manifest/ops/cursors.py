@@ -4,13 +4,11 @@ Terms
   bounds   the oldest retained and the next sequence; between them the log has no gap
   tail     rows below the oldest sequence: out of the feed, still on disk
 
-Rules
-  1. A cursor's acknowledgement moves forward only, and never beyond the head.
-  2. The oldest sequence only rises, and never above what a live cursor has yet to acknowledge. It moves in the transaction
-     that allows it: an acknowledgement, a cursor that is dropped or lost, or (without live cursors) retention.
-  3. That transaction removes a first piece of the tail itself; the rest follows in commits of their own, so that no writer
-     waits for more than one of them (M9).
-  4. A lost cursor stays, to say so: it holds nothing, and whoever uses it gets `CursorLost`. Never a silent gap.
+A cursor's acknowledgement moves forward only, and never beyond the head. The oldest sequence only rises, and never above what
+a live cursor has yet to acknowledge. It moves in the transaction that allows it, which removes a first piece of the tail
+itself; the rest follows in commits of their own, so that no writer waits for more than one of them (M9).
+
+A lost cursor stays, to say so: it holds nothing, and whoever uses it gets `CursorLost`. Never a silent gap.
 """
 
 from msgspec.structs import replace
@@ -64,7 +62,7 @@ def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
 
 
 def settle_oldest(tables: Overlay, requested: int = 0) -> None:
-    """Raise the oldest sequence as far as live cursors allow; without any, to `requested` (rule 2). Begins to trim (rule 3)."""
+    """Raise the oldest sequence as far as live cursors allow; without any, to `requested`. Begins to trim."""
     oldest, following = sequence_bounds(tables)
     try:
         needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
@@ -160,7 +158,7 @@ class TrimChanges(Op, frozen=True, tag=94):
 
 
 class LoseCursor(Op, frozen=True, tag=99):
-    """A policy gives a subscriber up (rule 4)."""
+    """A policy gives a subscriber up."""
 
     logged = False
     cursor_id: UInt
@@ -175,7 +173,7 @@ class LoseCursor(Op, frozen=True, tag=99):
 
 
 class ClampCursor(Op, frozen=True, tag=155):
-    """Bring a cursor back into the range that is retained; one that has missed changes is lost (rule 4)."""
+    """Bring a cursor back into the range that is retained; one that has missed changes is lost."""
 
     logged = False
     cursor_id: UInt

@@ -1,28 +1,41 @@
-"""Operations on databases: register, rename, open and close for writing, drop, forget."""
+"""Operations on databases: register, rename, open and close for writing, drop, forget; what LMDB knows of key-value databases.
 
+The truth about a key-value database is its own log (S1). `FoldLsm` and `RecordLsmEnds` follow it, may be repeated, and are
+applied again when the database is opened.
+
+Rows of the audit are written by the operations that do something worth remembering (`Overlay.write_notes`), and go by age.
+"""
+
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOfRange, StillReferenced
-from quire.core.ids import ArtifactKind, some_u32
+from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOfRange, StillReferenced, WrongKind
+from quire.core.ids import some_u32
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.metrics import MetricKind
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
-from quire.manifest.ops.refs import namespace_key, release, retain_namespace
+from quire.manifest.ops.refs import leaf_count_key, namespace_key, release, retain_namespace, wal_count_key
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     AuditAction,
     Compression,
+    DbKind,
     DbRecord,
     DbStatus,
     IndexRecord,
+    LsmEndsRecord,
+    LsmTableRecord,
     RetentionRecord,
     UInt,
     WalState,
     WalStateRecord,
 )
+
+PRUNE_ROWS = 4096
+"""Rows one operation removes at most: a commit of a few milliseconds."""
 
 
 def claim_name(tables: Overlay, name: str, db_id: int) -> None:
@@ -183,11 +196,7 @@ class DropDb(Op, frozen=True, tag=15):
             )
         for key, leaf in list(tables.live_leaf.scan(t.LIVE_LEAF.key.prefix(self.db_id))):
             _, number = t.LIVE_LEAF.key.unpack(key)
-            release(
-                tables,
-                t.GC_REFCOUNTS.key.pack(leaf.origin_db_id, ArtifactKind.LEAF, number, leaf.generation, 0),
-                at_ms,
-            )
+            release(tables, leaf_count_key(leaf.origin_db_id, number, leaf.generation), at_ms)
             tables.live_leaf.delete(key)
         self._release_wal(tables, at_ms)
         tables.retention.delete(t.RETENTION.key.pack(self.db_id))
@@ -203,8 +212,7 @@ class DropDb(Op, frozen=True, tag=15):
         for key, segment in list(tables.wal_catalog.scan(t.WAL_CATALOG.key.prefix(self.db_id))):
             _, segment_id = t.WAL_CATALOG.key.unpack(key)
             if segment.state is not WalState.TRUNCATED:
-                counts = t.GC_REFCOUNTS.key.pack(segment.origin_db_id, ArtifactKind.WAL, segment_id, 0, 0)
-                release(tables, counts, at_ms)
+                release(tables, wal_count_key(segment.origin_db_id, segment_id), at_ms)
             if segment.origin_db_id == self.db_id:
                 tables.wal_catalog.put(key, replace(segment, state=WalState.TRUNCATED))
             else:
@@ -251,3 +259,54 @@ class RemoveDb(Op, frozen=True, tag=16):
             tables.metrics.delete(t.METRICS.key.pack(self.db_id, kind))
         if record.namespace_id:
             release(tables, namespace_key(record.namespace_id), at_ms)
+
+
+class PruneAudit(Op, frozen=True, tag=63):
+    """Forget what happened to a database before a moment; the oldest `limit` rows of it."""
+
+    component = int(Component.DATABASE)
+    db_id: UInt
+    before_ms: UInt
+    limit: UInt = PRUNE_ROWS
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        end = t.AUDIT.key.prefix(self.db_id, self.before_ms)
+        rows = tables.audit.scan(t.AUDIT.key.prefix(self.db_id))
+        for key, _ in list(islice(rows, self.limit)):
+            if key >= end:
+                return
+            tables.audit.delete(key)
+
+
+class FoldLsm(Op, frozen=True, tag=83):
+    """Tables of a key-value database come and go."""
+
+    component = int(Component.CHUNK)
+    db_id: UInt
+    added: list[tuple[UInt, LsmTableRecord]]
+    removed: list[UInt] = []
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _require_lsm(tables, self.db_id)
+        for sst_id in self.removed:
+            tables.lsm_catalog.delete(t.LSM_CATALOG.key.pack(self.db_id, sst_id))
+        for sst_id, row in self.added:
+            tables.lsm_catalog.put(t.LSM_CATALOG.key.pack(self.db_id, sst_id), row)
+
+
+class RecordLsmEnds(Op, frozen=True, tag=130):
+    """Remember how far the logs of a key-value database are durable."""
+
+    logged = False
+    db_id: UInt
+    ends: LsmEndsRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _require_lsm(tables, self.db_id)
+        tables.lsm_ends.put(t.LSM_ENDS.key.pack(self.db_id), self.ends)
+
+
+def _require_lsm(tables: Overlay, db_id: int) -> None:
+    record = tables.writable(db_id, even="read_only")
+    if record.kind is not DbKind.LSM:
+        raise WrongKind("not a key-value database", db_id=db_id, kind=record.kind.name.lower())

@@ -1,24 +1,20 @@
 """Operations on the durable job queue.
 
-Rules
-  1. States move PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED; a pending job may be cancelled. Terminal
-     jobs never change.
-  2. An exclusive kind has at most one outstanding job per database: `job_pending_index` names it (M8).
-  3. A job that needs an artifact's bytes (an upload, say) holds its `pending_upload` from enqueue to its terminal transaction,
-     whatever the outcome.
-  4. The flush gate in `wal_state` follows the checkpoint job in the same transaction.
-  5. Leases and progress are local rows: they say who works now, not what happened.
-  6. A delete job succeeds only when no artifact of its database is left at zero (M8): whatever reaches zero while the job is
-     outstanding is this job's work, whatever reaches zero later finds the gate open for a new one.
+States move PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED; a pending job may be cancelled. Terminal jobs
+never change. An exclusive kind has at most one outstanding job per database: `job_pending_index` names it (M8). The flush
+gate in `wal_state` follows the checkpoint job in the same transaction. Leases and progress are local rows: they say who works
+now, not what happened.
+
+A job that needs an artifact's bytes (an upload, say) holds its `pending_upload` from enqueue to its terminal transaction,
+whatever the outcome.
 """
 
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, IllegalTransition, JobAlreadyPending, StillReferenced, UnknownJob
-from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
-from quire.manifest.ops.refs import artifact_key, end_upload, hold_upload
+from quire.manifest.ops.refs import end_upload, hold_upload
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
@@ -50,10 +46,7 @@ def _put(tables: Overlay, job_id: int, before: JobRecord | None, after: JobRecor
 
 
 def _uploads(record: JobRecord) -> bytes | None:
-    if record.artifact is None:
-        return None
-    origin, kind, number, generation, delta = record.artifact
-    return artifact_key(ArtifactKey(origin, ArtifactKind(kind), number, generation, delta))
+    return None if record.artifact is None else t.GC_REFCOUNTS.key.pack(*record.artifact)
 
 
 class EnqueueJob(Op, frozen=True, tag=70):
@@ -222,7 +215,8 @@ class CompleteJob(Op, frozen=True, tag=73):
                 _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms if failed else 0)
 
     def _refuse_left_over(self, tables: Overlay, db_id: int) -> None:
-        """Refuse to end a delete job while artifacts of its database are at zero (rule 6)."""
+        """Refuse to end a delete job while artifacts of its database are at zero (M8): whatever reaches zero while the job is
+        outstanding is this job's work, whatever reaches zero later finds the gate open for a new one."""
         if tables.gc_zero.any(t.DB.key.pack(db_id)):
             raise StillReferenced(
                 "artifacts of the database are still to be deleted", hint="delete them first", job_id=self.job_id

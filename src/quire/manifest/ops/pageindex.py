@@ -1,11 +1,7 @@
-"""Operations on the page-version index: which WAL frame holds which version of which page.
+"""Operations on the page-version index: which WAL frame holds which version of which page. A page's head is its newest row.
 
 Rows travel packed, 48 bytes each, little-endian: page u32, frame_no u32, lsn u64, prev_lsn u64, frame_crc64 u64, segment_id
 u32, origin_db_id u32, flags u32, reserved u32. A publication of a 4 MiB step is one op with a thousand rows.
-
-Rules
-  1. A page's head is its newest row in the index.
-  2. Removing versions (a checkpoint has absorbed them) moves or removes the heads that named them.
 """
 
 from __future__ import annotations
@@ -164,7 +160,7 @@ class ForgetPages(Op, frozen=True, tag=82):
         keys = [key for key, _ in islice(index.scan(t.DB.key.pack(self.db_id)), self.limit)]
         for key in keys:
             index.delete(key)
-        # Versions go oldest first, so the last page, which may be cut in two, keeps its head and what it names (rule 1): a
+        # Versions go oldest first, so the last page, which may be cut in two, keeps its head and what it names: a
         # store must open between two pieces.
         pages = sorted({t.PAGE_VERSION_INDEX.key.unpack(key)[1] for key in keys})
         for page in pages:

@@ -1,18 +1,15 @@
 """Operations on checkpoint and merge plans: committed before they run, published by whoever still holds their job (P10).
 
-What of a plan is stored, and why not all of it: docs/decisions/005-plans-by-digest.md.
-
 Terms
   plan        which slots get which new artifacts, from which segments; stored with its digest under (database, generation)
   generation  burned by the plan: no other plan ever writes objects of these names
 
-Rules
-  1. A database has at most one plan at a time. A retry of its job runs the stored plan; a job that finds another one's plan
-     waits until that job has ended, and abandons what it has left.
-  2. Publishing needs the plan's row and the running attempt of its job: a zombie's batch fails as a whole.
-  3. An abandoned plan's names enter the catalogs at zero references: the collector deletes what was already written.
-  4. The segments a plan absorbs are CHECKPOINT_READY while it runs, CHECKPOINTED when it is published, INDEXED again when it is
-     abandoned (P6).
+A database has at most one plan at a time. A retry of its job runs the stored plan; a job that finds another one's plan waits
+until that job has ended, and abandons what it has left. Publishing needs the plan's row and the running attempt of its job: a
+zombie's batch fails as a whole. The segments a plan absorbs are CHECKPOINT_READY while it runs, CHECKPOINTED when it is
+published, INDEXED again when it is abandoned (P6).
+
+What of a plan is stored, and why not all of it: docs/decisions/005-plans-by-digest.md.
 """
 
 from msgspec.structs import replace
@@ -38,7 +35,7 @@ from quire.manifest.records import (
 
 
 def _require_attempt(tables: Overlay, job_id: int, attempt: int) -> None:
-    """Refuse a batch that does not come from the running attempt of the plan's job (rule 2)."""
+    """Refuse a batch that does not come from the running attempt of the plan's job."""
     _, job = job_of(tables, job_id)
     if job.state is not JobState.IN_FLIGHT or job.attempt != attempt:
         raise StalePlan(
@@ -114,7 +111,7 @@ class FinishPlan(Op, frozen=True, tag=47):
 
 
 class AbandonPlan(Op, frozen=True, tag=48):
-    """Nobody will publish this plan: its segments are free again, what was written under it is garbage (rule 3)."""
+    """Nobody will publish this plan: its segments are free again, what was written under it is garbage."""
 
     component = int(Component.SLOT)
     db_id: UInt
@@ -131,20 +128,15 @@ class AbandonPlan(Op, frozen=True, tag=48):
         for slot, delta_id, is_delta in record.artifacts:
             kind = ArtifactKind.DELTA if is_delta else ArtifactKind.BASE
             name = ArtifactKey(self.db_id, kind, slot, self.generation, delta_id)
-            self._doom(tables, name, record.namespace_id, at_ms)
+            # Its names enter the catalogs at zero references: the collector deletes what was already written.
+            if record.namespace_id:
+                retain_namespace(tables, record.namespace_id)
+            view, row_key = tables.catalog(name)
+            where = Residency.REMOTE_ARCHIVED
+            unwritten = DeltaRecord(0, where, 0, at_ms) if is_delta else ChunkRecord(where, 0, at_ms)
+            view.put(row_key, replace(unwritten, namespace_id=record.namespace_id))
+            doom(tables, artifact_key(name), at_ms)
         tables.checkpoint_plan.delete(key)
-
-    def _doom(self, tables: Overlay, name: ArtifactKey, namespace_id: int, at_ms: int) -> None:
-        remote = Residency.REMOTE_ARCHIVED
-        if namespace_id:
-            retain_namespace(tables, namespace_id)
-        if name.kind is ArtifactKind.BASE:
-            row_key = t.CHUNK_CATALOG.key.pack(name.origin_db_id, name.id, name.generation)
-            tables.chunk_catalog.put(row_key, ChunkRecord(remote, 0, at_ms, namespace_id=namespace_id))
-        else:
-            row_key = t.CHUNK_DELTA_INDEX.key.pack(name.origin_db_id, name.id, name.generation, name.delta_id)
-            tables.chunk_delta_index.put(row_key, DeltaRecord(0, remote, 0, at_ms, namespace_id=namespace_id))
-        doom(tables, artifact_key(name), at_ms)
 
 
 def _plan_of(tables: Overlay, db_id: int, generation: int) -> tuple[bytes, PlanRecord]:

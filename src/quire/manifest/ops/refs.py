@@ -1,22 +1,21 @@
 """Reference counts: who may hold an artifact, and what zero means (M8).
 
-Rules
-  1. A count row appears with the first reference and disappears only with the artifact itself.
-  2. At in_use = pending_upload = 0 the row is doomed: it is entered in `gc_zero` with the time and never rises again.
-  3. A count never goes below zero: the batch that tries fails.
-  4. LEAF rows hold references on the artifacts of their chains for as long as the row exists, so collecting a leaf is
-     what releases them; artifacts with bytes hold a reference on their namespace likewise.
+A count row appears with the first reference and disappears only with the artifact itself. At in_use = pending_upload = 0 the
+row is doomed: it is entered in `gc_zero` with the time and never rises again. A count never goes below zero: the batch that
+tries fails.
+
+LEAF rows hold references on the artifacts of their chains for as long as the row exists, so collecting a leaf is what
+releases them; artifacts with bytes hold a reference on their namespace likewise.
 """
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from quire.core.errors import ArtifactGone, RefcountUnderflow, StillReferenced, UnknownArtifact, UnknownNamespace
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.manifest import tables as t
-from quire.manifest.codec import R
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.overlay import Overlay, TableView
+from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     AuditAction,
     ChunkRecord,
@@ -31,8 +30,23 @@ FIRST = RefcountRecord(in_use=1)
 
 
 def artifact_key(key: ArtifactKey) -> bytes:
-    """The packed key of `gc_refcounts` and `gc_zero`."""
-    return t.GC_REFCOUNTS.key.pack(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id)
+    """The packed key of `gc_refcounts` and `gc_zero`: its fields are those of `ArtifactKey`, in order."""
+    return t.GC_REFCOUNTS.key.pack(*astuple(key))
+
+
+def leaf_count_key(origin_db_id: int, leaf: int, generation: int) -> bytes:
+    """The count key of a leaf."""
+    return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.LEAF, leaf, generation, 0)
+
+
+def wal_count_key(origin_db_id: int, segment_id: int) -> bytes:
+    """The count key of a WAL segment."""
+    return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.WAL, segment_id, 0, 0)
+
+
+def namespace_key(namespace_id: int) -> bytes:
+    """The count key of a remote namespace."""
+    return t.GC_REFCOUNTS.key.pack(0, ArtifactKind.NAMESPACE, namespace_id, 0, 0)
 
 
 def unpack_artifact(raw: bytes) -> ArtifactKey:
@@ -141,48 +155,41 @@ class RemoveArtifact(Op, frozen=True, tag=60):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key = t.GC_REFCOUNTS.key.pack(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
         require_doomed(tables, key)
-        row = self._remove_row(tables, at_ms)
+        if self.kind is ArtifactKind.LEAF:
+            raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)
         forget(tables, key)
-        if self.kind is not ArtifactKind.NAMESPACE:
-            size = getattr(row, "size_bytes", 0) or getattr(row, "used_bytes", 0)
-            subject = row_subject(row, unpack_artifact(key))
-            tables.notes.append((self.component, self.origin_db_id, AuditAction.DELETED, subject, self.id, size))
-        namespace_id = row.namespace_id if row is not None else 0
-        if namespace_id:
-            release(tables, namespace_key(namespace_id), at_ms)
-
-    def _remove_row(self, tables: Overlay, at_ms: int) -> ChunkRecord | DeltaRecord | WalRecord | None:
-        """Delete the catalog row; what it said, if it pointed at bytes."""
-        if self.kind is ArtifactKind.BASE:
-            key = t.CHUNK_CATALOG.key.pack(self.origin_db_id, self.id, self.generation)
-            return _remove(tables.chunk_catalog, key)
-        if self.kind is ArtifactKind.DELTA:
-            key = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, self.id, self.generation, self.delta_id)
-            return _remove(tables.chunk_delta_index, key)
-        if self.kind is ArtifactKind.WAL:
-            return _remove(tables.wal_catalog, t.WAL_CATALOG.key.pack(self.origin_db_id, self.id))
         if self.kind is ArtifactKind.NAMESPACE:
-            place = _remove(tables.remote_namespace, t.REMOTE_NAMESPACE.key.pack(self.id))
+            row_key = t.REMOTE_NAMESPACE.key.pack(self.id)
+            place = tables.remote_namespace.get(row_key)
+            tables.remote_namespace.delete(row_key)
             if place is not None and not place.owner_epoch:
                 release_epochs(tables, self.id, at_ms)
-            return None
-        raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)
+            return
+        artifact = unpack_artifact(key)
+        view, row_key = tables.catalog(artifact)
+        row = view.get(row_key)
+        view.delete(row_key)
+        note_artifact(tables, self.component, AuditAction.DELETED, artifact, row)
+        if row is not None and row.namespace_id:
+            release(tables, namespace_key(row.namespace_id), at_ms)
 
 
-def _remove(view: TableView[R], key: bytes) -> R | None:
-    row = view.get(key)
-    view.delete(key)
-    return row
+def artifact_bytes(row: ChunkRecord | DeltaRecord | WalRecord | None) -> int:
+    """How many bytes an artifact has, by its row; 0 if it has none."""
+    return 0 if row is None else row.used_bytes if isinstance(row, WalRecord) else row.size_bytes
 
 
-def row_subject(row: ChunkRecord | DeltaRecord | WalRecord | None, artifact: ArtifactKey) -> str:
-    """The name of an artifact's object below its namespace: its own, if the row has one, else the canonical."""
-    return (row.suffix if row is not None else "") or object_key(artifact)
-
-
-def namespace_key(namespace_id: int) -> bytes:
-    """The count key of a remote namespace."""
-    return t.GC_REFCOUNTS.key.pack(0, ArtifactKind.NAMESPACE, namespace_id, 0, 0)
+def note_artifact(
+    tables: Overlay,
+    component: int,
+    action: AuditAction,
+    artifact: ArtifactKey,
+    row: ChunkRecord | DeltaRecord | WalRecord | None,
+) -> None:
+    """Note for the audit what happened to an artifact's bytes, under the name of its object below its namespace."""
+    subject = (row.suffix if row is not None else "") or object_key(artifact)
+    note = (component, artifact.origin_db_id, action, subject, artifact.id, artifact_bytes(row))
+    tables.notes.append(note)
 
 
 def retain_namespace(tables: Overlay, namespace_id: int, count: int = 1) -> None:

@@ -1,27 +1,19 @@
 """Operations on the slot map (M7): which artifacts hold which slot of a database.
 
-Rules
-  1. Every leaf row holds one reference on each artifact of its chains; live databases and snapshots hold leaves.
-  2. A new version of a leaf that nobody else holds takes over its predecessor's references: only changed slots move
-     counts. A shared leaf stays; the new version takes its own references, once.
-  3. A leaf at zero keeps its references until `CollectLeaf` drops them, so dropping a snapshot is cheap and the
-     collection is done in commits as small as the collector likes.
+Every leaf row holds one reference on each artifact of its chains; live databases and snapshots hold leaves. A leaf at zero
+keeps its references until `CollectLeaf` drops them, so dropping a snapshot is cheap and the collection is done in commits as
+small as the collector likes.
 """
 
 from quire.core.errors import AlreadyExists, InternalError, StalePlan, UnknownArtifact
-from quire.core.ids import ArtifactKey, ArtifactKind, u32
+from quire.core.ids import ArtifactKey, u32
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.refs import artifact_key, forget, release, require_doomed, retain
+from quire.manifest.ops.refs import artifact_key, forget, leaf_count_key, release, require_doomed, retain
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import LeafRecord, LeafRef, UInt
 from quire.manifest.slots import Leaf, artifacts, check_chain, pack_leaf, unpack_leaf
-
-
-def leaf_count_key(origin_db_id: int, leaf: int, generation: int) -> bytes:
-    """The count key of a leaf."""
-    return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.LEAF, leaf, generation, 0)
 
 
 def read_leaf(tables: Overlay, origin_db_id: int, leaf: int, generation: int) -> Leaf:
@@ -92,6 +84,7 @@ class SetSlots(Op, frozen=True, tag=30):
             counts_key = leaf_count_key(held.origin_db_id, self.leaf, held.generation)
             counts = tables.gc_refcounts.get(counts_key)
             if counts is not None and counts.in_use == 1 and not counts.pending_upload:
+                # Nobody else holds the old version: the new one takes over its references, and only changed slots move counts.
                 theirs = set(artifacts(before, self.leaf))
                 mine, gone = mine - theirs, theirs - mine
                 tables.slot_leaf.delete(t.SLOT_LEAF.key.pack(held.origin_db_id, self.leaf, held.generation))
@@ -99,24 +92,14 @@ class SetSlots(Op, frozen=True, tag=30):
             else:
                 release(tables, counts_key, at_ms)
         for artifact in sorted(mine):
-            self._require_row(tables, artifact)
+            view, row_key = tables.catalog(artifact)
+            if not view.has(row_key):
+                raise UnknownArtifact(
+                    "a chain names an artifact that is not in the catalog", hint="put it first", artifact=artifact
+                )
             retain(tables, artifact_key(artifact))
         for artifact in sorted(gone):
             release(tables, artifact_key(artifact), at_ms)
-
-    def _require_row(self, tables: Overlay, artifact: ArtifactKey) -> None:
-        if artifact.kind is ArtifactKind.BASE:
-            exists = tables.chunk_catalog.has(
-                t.CHUNK_CATALOG.key.pack(artifact.origin_db_id, artifact.id, artifact.generation)
-            )
-        else:
-            exists = tables.chunk_delta_index.has(
-                t.CHUNK_DELTA_INDEX.key.pack(artifact.origin_db_id, artifact.id, artifact.generation, artifact.delta_id)
-            )
-        if not exists:
-            raise UnknownArtifact(
-                "a chain names an artifact that is not in the catalog", hint="put it first", artifact=artifact
-            )
 
 
 class CollectLeaf(Op, frozen=True, tag=31):

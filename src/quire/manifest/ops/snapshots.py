@@ -1,9 +1,8 @@
 """Operations on snapshots and forks: views that share everything and copy nothing but keys (M7, P12).
 
-Rules
-  1. A snapshot holds one reference on each leaf of its database and one on each pinned WAL segment; so does a fork.
-  2. Publishing and forking read the live leaves in the transaction itself: the op stays small and can never be stale.
-  3. A fork continues its parent's numbering (lsn, segment, generation), so one name never means two things along a line.
+A snapshot holds one reference on each leaf of its database and one on each pinned WAL segment; so does a fork. Publishing and
+forking read the live leaves in the transaction itself: the op stays small and can never be stale. A fork continues its
+parent's numbering (lsn, segment, generation), so one name never means two things along a line.
 """
 
 from msgspec.structs import replace
@@ -23,9 +22,8 @@ from quire.manifest import tables as t
 from quire.manifest.metrics import observe_snapshots
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.databases import claim_name
-from quire.manifest.ops.refs import release, retain, retain_namespace
-from quire.manifest.ops.slots import leaf_count_key
-from quire.manifest.ops.wal import wal_count_key, wal_state_of
+from quire.manifest.ops.refs import leaf_count_key, release, retain, retain_namespace, wal_count_key
+from quire.manifest.ops.wal import wal_state_of
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     AuditAction,
@@ -55,7 +53,7 @@ def live_leaves(tables: Overlay, db_id: int) -> list[tuple[int, int, int]]:
 
 
 def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pin]) -> None:
-    """Take the references of a snapshot or fork (rule 1)."""
+    """Take the references of a snapshot or fork."""
     counts, key_of, kind = tables.gc_refcounts, t.GC_REFCOUNTS.key.fast, int(ArtifactKind.LEAF)
     for leaf, origin, generation in leaves:
         key = key_of(origin, kind, leaf, generation, 0)
@@ -65,7 +63,7 @@ def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pi
         else:  # what it does, without the calls: a snapshot of 1 TiB does little else
             counts.put(key, RefcountRecord(row.in_use + 1, row.pending_upload))
     if len({pin.segment_id for pin in pins}) < len(pins):
-        # Numbering goes on along a line (rule 3), and a fork tracks each segment with one row: one reference.
+        # Numbering goes on along a line, and a fork tracks each segment with one row: one reference.
         raise InvalidInput("a view pins each segment once", segments=[pin.segment_id for pin in pins])
     for pin in pins:
         segment = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))

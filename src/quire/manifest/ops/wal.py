@@ -1,21 +1,19 @@
 """Operations on write-ahead logs: segments and their states, and how far a database has come.
 
-Rules
-  1. States move OPEN → SEALED → INDEXED → CHECKPOINT_READY → CHECKPOINTED → TRUNCATED, one step at a time; the one backward
-     edge is CHECKPOINT_READY → INDEXED (P6): a checkpoint that was given up.
-  2. A database's tracking row holds one reference on the segment until TRUNCATED; snapshots and forks hold their own, so
-     truncating here never takes bytes from them (P12).
-  3. Marks in `wal_state` only rise (P5).
+States move OPEN → SEALED → INDEXED → CHECKPOINT_READY → CHECKPOINTED → TRUNCATED, one step at a time; the one backward edge
+is CHECKPOINT_READY → INDEXED (P6): a checkpoint that was given up. A database's tracking row holds one reference on the
+segment until TRUNCATED; snapshots and forks hold their own, so truncating here never takes bytes from them (P12). Marks in
+`wal_state` only rise (P5).
 """
 
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, IllegalTransition, InvalidInput, UnknownArtifact, UnknownDatabase
-from quire.core.ids import ArtifactKind, some_u32, u64
+from quire.core.ids import some_u32, u64
 from quire.manifest import tables as t
 from quire.manifest.metrics import MetricKind, observe
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.refs import release, retain
+from quire.manifest.ops.refs import release, retain, wal_count_key
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import Residency, UInt, WalChunkPointer, WalFormat, WalRecord, WalState, WalStateRecord
 
@@ -27,11 +25,6 @@ NEXT_STATES: dict[WalState, frozenset[WalState]] = {
     WalState.CHECKPOINTED: frozenset({WalState.TRUNCATED}),
     WalState.TRUNCATED: frozenset(),
 }
-
-
-def wal_count_key(origin_db_id: int, segment_id: int) -> bytes:
-    """The count key of a WAL segment."""
-    return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.WAL, segment_id, 0, 0)
 
 
 def wal_state_of(tables: Overlay, db_id: int, shard: int) -> tuple[bytes, WalStateRecord]:
@@ -190,7 +183,7 @@ class DiscardSegment(Op, frozen=True, tag=45):
 
 
 class MoveWalState(Op, frozen=True, tag=42):
-    """One step of a segment's life (rule 1)."""
+    """One step of a segment's life."""
 
     component = int(Component.WAL)
     db_id: UInt
@@ -229,7 +222,7 @@ class MoveWalState(Op, frozen=True, tag=42):
 
 
 class AdvanceWal(Op, frozen=True, tag=43):
-    """Raise the marks of a database's WAL; a mark that is not above the present one leaves it (rule 3)."""
+    """Raise the marks of a database's WAL; a mark that is not above the present one leaves it."""
 
     component = int(Component.WAL)
     db_id: UInt

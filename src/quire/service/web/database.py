@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from quire.core.ids import ArtifactKind
 from quire.core.json_values import plain
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.durable.names import object_key
@@ -182,11 +181,7 @@ def _cell(txn: ReadTxn, slot: int, chain: Chain) -> dict[str, Any]:
 def _chain(txn: ReadTxn, slot: int, chain: Chain) -> dict[str, Any]:
     links = []
     for link in chain:
-        row: Any
-        if link.kind is ArtifactKind.BASE:
-            row = txn.get(t.CHUNK_CATALOG, link.origin_db_id, slot, link.generation)
-        else:
-            row = txn.get(t.CHUNK_DELTA_INDEX, link.origin_db_id, slot, link.generation, link.delta_id)
+        row = txn.artifact(link.artifact(slot))
         links.append(
             {
                 "object": object_key(link.artifact(slot)),

@@ -23,9 +23,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.manifest import tables as t
-from quire.manifest.metrics import RollingCollector
+from quire.manifest.metrics import ManifestCollector
 from quire.manifest.records import JobKind, JobState
-from quire.manifest.stats import ManifestCollector
 from quire.pages.metrics import PagesCollector
 from quire.service.sockets import serving
 from quire.service.web.dashboard_state import Sight
@@ -147,10 +146,8 @@ class WebCollector(_Collector):
 def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegistry:
     """Everything that is exported, in a registry of its own: several stores may be served by one process."""
     prometheus = CollectorRegistry(auto_describe=False)
-    manifest = sight.manifest
     collectors: tuple[Any, ...] = (
-        ManifestCollector(manifest.writer.stats, manifest.env.info, manifest.feed.lag),
-        RollingCollector(manifest),
+        ManifestCollector(sight.manifest),
         PagesCollector(sight.store.pages.figures),
         ManifestLogCollector(sight.log_figures),
         StoreCollector(sight),

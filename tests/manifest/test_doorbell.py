@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from quire.manifest.wakeups import Doorbell, mine
+from quire.manifest.guard import Doorbell, mine
 
 
 def test_a_ring_before_the_sleep_is_heard() -> None:
@@ -43,7 +43,7 @@ def test_a_timeout_ends_the_sleep() -> None:
 
 
 def test_every_thread_has_its_own() -> None:
-    others: list[Doorbell] = []
+    others: list[Doorbell | None] = []
     thread = threading.Thread(target=lambda: others.append(mine()))
     thread.start()
     thread.join()
@@ -54,9 +54,11 @@ def test_every_thread_has_its_own() -> None:
 def test_a_child_does_not_swallow_the_rings_of_its_parent() -> None:
     """Hazard: after fork() both processes would read one counter."""
     bell = mine()
+    assert bell is not None
     child = os.fork()
     if child == 0:
-        os._exit(0 if mine() is not bell and not mine().sleep(0) else 1)
+        own = mine()
+        os._exit(0 if own is not None and own is not bell and not own.sleep(0) else 1)
     bell.ring()
     assert os.waitpid(child, 0)[1] == 0
     assert bell.sleep(0)
