@@ -426,6 +426,31 @@ def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld)
     world.stream.tiers.retire(1)
 
 
+def test_what_a_former_owner_epoch_uploaded_and_tier_2_lost_is_sent_again_and_overwrites_nothing(
+    world: StreamWorld,
+) -> None:
+    """The log names the object below the former epoch's prefix: the same bytes go there, or nothing."""
+    payloads = world.fill(1)
+    world.stream.upload()
+    (segment,) = [segment for segment in world.segments() if segment.is_remote]
+    body = world.objects.get(segment.key)
+    world.manifest.begin_owner_epoch()
+    world.objects.delete(segment.key)
+    world.reopen()
+    assert not segment.key.startswith(named(world, ""))
+    assert world.stream.tick().uploaded == 1
+    assert world.objects.get(segment.key) == body
+    assert world.segments()[0].key == segment.key
+    world.objects.delete(segment.key)
+    world.objects.put(segment.key, b"somebody else's")  # after the listing that misses it
+    with pytest.raises(Corruption, match="different object"):
+        world.stream.tiers.send_again(segment.segment_id)
+    assert world.objects.get(segment.key) == b"somebody else's"
+    assert world.payloads() == payloads
+    world.objects.delete(segment.key)
+    assert world.stream.tiers.send_again(segment.segment_id)
+
+
 def test_a_compression_is_no_job_of_the_queue(world: StreamWorld) -> None:
     """docs/decisions/032: the record's `job_id` is 0, and the queue has no row."""
     world.fill(1)

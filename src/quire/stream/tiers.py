@@ -263,7 +263,12 @@ class Tiers:
 
     def send_again(self, segment_id: int) -> bool:
         """Put a segment's object where it should be and is not, from the copy that is here; nothing in the log changes but
-        what a compression tells. False if it has none, or is going."""
+        what a compression tells. False if it has none, or is going.
+
+        After a takeover that is a name of a former epoch. The bytes are those that belong there: one line of owners writes
+        below an epoch's prefix, and its log says that this upload was done, so whoever still writes there has the same
+        sealed segment; and the put is create-only. An upload that was only begun gets a new name (`_upload_key`).
+        """
         with self._moving:
             segment = self._need(segment_id)
             if not segment.is_remote or not (segment.is_hot or segment.is_warm):
