@@ -43,7 +43,6 @@ import lmdb
 import msgspec
 
 from quire.core.errors import ManifestDamaged, QuireError
-from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.ops.base import LOCAL_COUNTERS, Counter, Op, ReserveIds, ReserveLocalIds
@@ -264,16 +263,8 @@ def _owners(txn: ReadTxn, table: t.Table[Any], few: int = 0) -> Iterator[int]:
     """The databases a table has rows of: by a seek for each, or by walking the keys where rows are few."""
     if txn.count(table) <= few:
         yield from sorted({int.from_bytes(key[:4], "big") for key, _ in txn.raw_scan(table)})
-        return
-    rest = (0,) * (len(table.key.fields) - 1)
-    owner = 0
-    while owner <= U32_MAX:
-        row = next(txn.raw_scan(table, start=(owner, *rest)), None)
-        if row is None:
-            return
-        owner = int.from_bytes(row[0][:4], "big")
-        yield owner
-        owner += 1
+    else:
+        yield from txn.owners(table)
 
 
 _COUNTED: dict[Counter, t.Table[Any]] = {

@@ -475,7 +475,7 @@ class ReadTxn:
             first = next(iter(self.raw_scan(table, start=(owner + 1, *rest))), None)
             if first is None:
                 return
-            owner = table.key.unpack(first[0])[0]
+            owner = int.from_bytes(first[0][:4], "big")  # a damaged key has its first bytes, too
             yield owner
 
     def audit(self, db_id: int, *, since_ms: int = 0, until_ms: int | None = None) -> Iterator[AuditEntry]:
