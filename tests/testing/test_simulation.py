@@ -14,7 +14,7 @@ from quire.testing import simulation
 from quire.testing.faults import ObjectFault
 from quire.testing.simulation import SimulationFailed, simulate
 from quire.testing.simulation_damage import KINDS, WRITTEN, files_by_kind
-from quire.testing.simulation_model import Model, ModelDatabase, observe
+from quire.testing.simulation_steps import Model, ModelDatabase, observe
 from tests.manifest.test_check import Vandal
 from tests.store.test_closed_databases import flip
 from tests.testing import plants

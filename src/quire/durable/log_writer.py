@@ -1,28 +1,18 @@
 """Appends to a framed log, and makes what was appended durable.
 
-Terms
-  end      where the next frame goes; what `append` returns, and what `sync(upto=…)` takes
-  durable  how many leading bytes a returned sync covers; it only grows
+A log is born whole (header written and synced under a temporary name, renamed, directory synced), so one without a good header
+is corrupt, never half made. Opening for append cuts a torn tail off and syncs before anything is appended (P4): frames behind
+the cut are gone, and would not fit the chain if they came back. Each frame records `durable`, how many leading bytes a
+returned sync covers, at the time it is written: the reader's proof (P3). A clean close ends the log with a mark, synced, so
+that damage at rest is told from a torn tail.
 
-States
-  open ──close()──▶ closed
-   └──an append or a sync failed──▶ poisoned ──close()──▶ closed
+After a failed append or sync nobody knows what is on disk: every later call raises `StoreUnusable` until the log is reopened;
+nothing is retried on the same descriptor.
 
-Rules
-  1. A log is born whole: header written and synced under a temporary name, renamed, directory synced. A log without
-     a good header is therefore corrupt, never half made.
-  2. Opening for append cuts a torn tail off and syncs before anything is appended (P4): frames behind the cut are
-     gone, and would not fit the chain if they came back.
-  3. Each frame records `durable` at the time it is written: the reader's proof (P3).
-  4. After a failed append or sync nobody knows what is on disk. The writer is poisoned and every later call raises
-     `StoreUnusable` until the log is reopened; nothing is retried on the same descriptor.
-  5. A clean close ends the log with a mark, synced, so that damage at rest is told from a torn tail.
-
-Threads: any number may append and sync; appends are ordered by one lock, syncs by another, so appending goes on while
-the disk syncs. A waiting sync that finds its bytes already covered returns without one: that is the group sync.
-Format page: `docs/formats/framed-log.md`.
-Raises `StoreUnusable`, `StoreClosed`, `OutOfRange` (a payload of 0 bytes or too many: nothing is poisoned),
-`AlreadyExists`, and on opening what the reader raises and `StorageFault`.
+Threads: any number may append and sync; appends are ordered by one lock, syncs by another, so appending goes on while the disk
+syncs. A waiting sync that finds its bytes already covered returns without one: that is the group sync. Format page:
+`docs/formats/framed-log.md`. Raises `StoreUnusable`, `StoreClosed`, `OutOfRange` (a payload of 0 bytes or too many: nothing is
+poisoned), `AlreadyExists`, and on opening what the reader raises and `StorageFault`.
 """
 
 from __future__ import annotations
@@ -64,7 +54,7 @@ class LogWriter:
     def create(
         cls, disk: Disk, path: str, *, kind: bytes, identity: LogIdentity | None = None, replace: bool = False
     ) -> LogWriter:
-        """Make a new, empty log (rule 1). `replace` starts a new life of an existing one, in one atomic step."""
+        """Make a new, empty log. `replace` starts a new life of an existing one, in one atomic step."""
         if not replace and disk.exists(path):
             raise AlreadyExists("there is a log already", hint="open it instead", path=path)
         # Never an all-zero tag: a scan over the zeros that power loss leaves would stop at every byte.
@@ -82,7 +72,7 @@ class LogWriter:
         vouched: LogEnd | None = None,
         examine: Callable[[LogContents], None] | None = None,
     ) -> tuple[LogWriter, LogContents]:
-        """Recover the log, cut its torn tail (rule 2), and go on behind it; also returns what the log holds.
+        """Recover the log, cut its torn tail, and go on behind it; also returns what the log holds.
 
         A log that is not what was vouched for, or that `examine` raises about, stays as it is, torn tail included: it may be
         evidence.
@@ -157,7 +147,7 @@ class LogWriter:
             return self._durable
 
     def close(self) -> None:
-        """Sync, end with a mark (rule 5) and close the file. Closing twice, or a poisoned writer, is fine."""
+        """Sync, end with a mark and close the file. Closing twice, or a poisoned writer, is fine."""
         try:
             if self._trouble is None:
                 self.sync()
@@ -187,7 +177,7 @@ class LogWriter:
             raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
-        """Run a step whose failure leaves the disk in doubt (rule 4)."""
+        """Run a step whose failure leaves the disk in doubt."""
         try:
             step()
         except BaseException as error:

@@ -59,7 +59,7 @@ RACY_NS = 100_000_000
 NOWHERE = -1
 
 
-class Position(msgspec.Struct, frozen=True, kw_only=True):
+class FollowPosition(msgspec.Struct, frozen=True, kw_only=True):
     """How far a database has followed a SQLite file. A position whose lsn is not the database's is worth nothing."""
 
     format: int = FORMAT
@@ -97,7 +97,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.frame == NOWHERE else VerifiedFrame(self.frame, self.checksum)
 
 
-def position_of(source: Source, lsn: int, end: VerifiedFrame | None, *, began_ns: int, now_ns: int) -> Position:
+def position_of(source: Source, lsn: int, end: VerifiedFrame | None, *, began_ns: int, now_ns: int) -> FollowPosition:
     """The position of a source that is our version `lsn` now; `end` is the last frame that was read, if one was.
 
     `began_ns` is from before the source was opened: its log, unlike the file, may be written to while it is read.
@@ -105,7 +105,7 @@ def position_of(source: Source, lsn: int, end: VerifiedFrame | None, *, began_ns
     place = end if end is not None else _end_of(source)
     seen, (wal_bytes, wal_mtime_ns) = source.signature, source.wal_seen
     quiet = began_ns - wal_mtime_ns > RACY_NS
-    return Position(
+    return FollowPosition(
         path=source.path,
         lsn=lsn,
         inode=seen.inode,
@@ -141,7 +141,7 @@ def frame_at(read_at: ReadAt, header: WalHeader, frame: int) -> tuple[bytes, Ver
     return salts, VerifiedFrame(frame, (first, second))
 
 
-def stands_at(read_at: ReadAt, position: Position) -> bool:
+def stands_at(read_at: ReadAt, position: FollowPosition) -> bool:
     """Whether the last frame of a position is still where it was."""
     header, place = position.header, position.place
     if header is None or place is None:
@@ -149,11 +149,11 @@ def stands_at(read_at: ReadAt, position: Position) -> bool:
     return place.frame == 0 or frame_at(read_at, header, place.frame) == (header.salts, place)
 
 
-def load(disk: Disk, root: str, db_id: int) -> Position | None:
+def load(disk: Disk, root: str, db_id: int) -> FollowPosition | None:
     """The position of a database; `None` if there is none, or none that can be understood."""
     path = os.path.join(root, FollowFile(db_id=db_id).path)
     try:
-        position = msgspec.json.decode(read_all(disk, path), type=Position)
+        position = msgspec.json.decode(read_all(disk, path), type=FollowPosition)
         position.header  # noqa: B018 - it must be hex
     except FileNotFoundError:
         return None
@@ -163,7 +163,7 @@ def load(disk: Disk, root: str, db_id: int) -> Position | None:
     return position if position.format == FORMAT else None
 
 
-def save(disk: Disk, root: str, db_id: int, position: Position) -> None:
+def save(disk: Disk, root: str, db_id: int, position: FollowPosition) -> None:
     """Remember it."""
     path = os.path.join(root, FollowFile(db_id=db_id).path)
     disk.make_dirs(os.path.dirname(path))
@@ -219,7 +219,7 @@ class Follower:
         # the thread's
         self.done = Followed()
         self._target: PageStore | None = None
-        self._position: Position | None = None
+        self._position: FollowPosition | None = None
         self.trouble = ""
         """Why it does not get on, if it does not."""
 
@@ -297,7 +297,7 @@ class Follower:
                 wal.close()
         return position.settled and position.file == signature_of(self.path)
 
-    def _valid_position(self) -> Position | None:
+    def _valid_position(self) -> FollowPosition | None:
         """The stored position, or `None` if there is a gap and pages must be compared."""
         position, target = self._position, self._target
         if position is None or target is None or target.durable_version()[0] != position.lsn:

@@ -3,22 +3,17 @@
     python -m quire.testing.simulation --seed 7
     python -m quire.testing.simulation --seconds 600
 
-Terms
-  life     from opening a store to its end: closed, killed, without power, on a full or failing disk
-  step     one thing that a user, a job or the clock does (`Steps`); a life is a few dozen of them
-  branch   a life on a copy whose bytes are damaged, at rest or by a disk that loses or misplaces a write; afterwards the
-           run goes on with the original
-  doubt    a step that a fault interrupted: what it meant to do is done, or not, and nothing else
+A *life* goes from opening a store to its end: closed, killed, without power, on a full or failing disk. It is a few dozen
+steps (`Steps`), and a process of its own, forked from one that never opens a store. A *branch* is a life on a copy whose bytes
+are damaged, at rest or by a disk that loses or misplaces a write; afterwards the run goes on with the original. A seed decides
+everything: steps, their arguments, faults and what power loss keeps. Time stands still unless a step moves it, and nothing
+runs in the background.
 
-Rules
-  1. A seed decides everything: steps, their arguments, faults and what power loss keeps. Time stands still unless a
-     step moves it, and nothing runs in the background.
-  2. After a fault the store holds the model before the interrupted step or after it. `DiskFull` means before.
-  3. Whatever damage a branch does, everything that is read is as the model says or is refused with a typed error.
-  4. When everything was dropped and maintenance has run, no byte of any database is left (`leftovers`).
+After a fault the store holds the model before the interrupted step or after it; `DiskFull` means before. Whatever damage a
+branch does, everything that is read is as the model says or is refused with a typed error. When everything was dropped and
+maintenance has run, no byte of any database is left (`leftovers`).
 
-Every life is a process of its own, forked from one that never opens a store: what it leaves in memory ends with it. LMDB
-does not write through the `Disk`; its commits are durable when they return, so a crash keeps its newest commit.
+LMDB does not write through the `Disk`; its commits are durable when they return, so a crash keeps its newest commit.
 
 Raises `SimulationFailed` with the seed, the steps and the findings.
 """
@@ -56,8 +51,7 @@ from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
 from quire.testing.faults import Fault, FaultyDisk, ObjectFault, ObjectFaults, PowerCut
 from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, Damage, choose_damage, inflict
-from quire.testing.simulation_model import Model, is_refusal, observe
-from quire.testing.simulation_steps import Doubt, Reader, Steps
+from quire.testing.simulation_steps import Doubt, Model, Reader, Steps, is_refusal, observe
 
 NEVER = 1e9
 """Seconds: longer than any run, so that timers of the engines do nothing by themselves."""
@@ -267,7 +261,7 @@ def _crash(disk: CrashDisk, here: str, number: int, choose: Chooser) -> str:
 
 # ── a branch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _branch(seed: int, number: int, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> None:
-    """Damage a copy, and see that nothing wrong is read from it (rule 3)."""
+    """Damage a copy, and see that nothing wrong is read from it."""
     copy = f"{before.directory}.branch"
     shutil.copytree(before.directory, copy)
     name = f"branch {seed}/{number}"
