@@ -43,11 +43,10 @@ def open_store(
     5
     >>> store.get_range("a/b", 1, 3)
     b'ell'
-    >>> open_store("ftp://host/x")
+    >>> open_store("ftp://host/x")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    quire.core.errors.InvalidConfig: no object store has the scheme 'ftp' (url='ftp://host/x'); use a path, \
-file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or memory://name
+    quire.core.errors.InvalidConfig: no object store has the scheme 'ftp' (url='ftp://host/x'); use a path, file:///path, ...
     """
     url = os.fspath(url)
     if not url:
