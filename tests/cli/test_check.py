@@ -29,7 +29,7 @@ def test_check_names_the_rule_and_repair_mends_it(run: Run, path: Path, damage: 
     assert ended.code == 1
     assert (
         ended.out.splitlines()[1]
-        == "D1    mendable  db_names is wrong (table: db_names, key: ghost, is: 77, should be: nothing)"
+        == "D1    repairable  db_names is wrong (table: db_names, key: ghost, is: 77, should be: nothing)"
     )
     assert f"cp -r {path} {path}.copy" in ended.out, "a copy first"
     assert f"quire manifest check --repair --store {path}" in ended.out
@@ -37,7 +37,7 @@ def test_check_names_the_rule_and_repair_mends_it(run: Run, path: Path, damage: 
     assert (problem["rule"], problem["mendable"], problem["leak"]) == ("D1", True, False)
     mended = run("manifest", "check", "--repair")
     assert (mended.code, mended.err) == (0, "")
-    assert mended.out.splitlines()[1].split()[:2] == ["D1", "mended"]
+    assert mended.out.splitlines()[1].split()[:2] == ["D1", "repaired"]
     assert mended.out.splitlines()[-1] == "all rules of the manifest hold after 1 repair"
     assert run("manifest", "check").code == 0
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_mended_wholly_is_left_alone(run: Run, path: Path, damage
     ended = run("manifest", "check", "--repair")
     assert ended.code == 1
     assert "Nothing was changed." in ended.out
-    assert "1 of 2 cannot be mended" in ended.out
+    assert "1 of 2 cannot be repaired" in ended.out
     assert "--repair --partial" in ended.out
     assert f"cp -r {path}" in ended.out
     assert (path / "manifest.lmdb").read_bytes() == before
@@ -67,7 +67,7 @@ def test_partial_mends_the_rest(run: Run, damage: Plant) -> None:
     damage(GHOST, ORPHAN)
     ended = run("manifest", "check", "--repair", "--partial")
     assert ended.code == 1
-    assert [line.split()[:2] for line in ended.out.splitlines()[1:3]] == [["D1", "mended"], ["D2", "damage"]]
+    assert [line.split()[:2] for line in ended.out.splitlines()[1:3]] == [["D1", "repaired"], ["D2", "damage"]]
     assert "1 problem after 1 repair" in ended.out
     assert [each["rule"] for each in run("manifest", "check", "--json").data] == ["D2"]
     assert run("manifest", "check", "--partial").code == 2

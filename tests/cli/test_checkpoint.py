@@ -28,7 +28,7 @@ def test_a_checkpoint_absorbs_the_wal(run: Run, shop: Path) -> None:
     assert ended.code == 0
     assert ended.out.startswith("checkpoint of shop: 1 slot written (4 pages, ")
     assert "1 WAL segment absorbed, generation 2, up to lsn 20" in ended.out
-    assert run("checkpoint", "shop").out == "shop needs no checkpoint: nothing in the WAL to absorb\n"
+    assert run("checkpoint", "shop").out == "shop needs no checkpoint: the WAL is empty\n"
     assert first_byte(shop, "shop") == b"b"
     with quire.open(shop, "r") as store, store.manifest.read() as txn:
         assert {row.state.name for _, row in txn.scan(WAL_CATALOG, 1)} == {"TRUNCATED"}, (
@@ -37,7 +37,7 @@ def test_a_checkpoint_absorbs_the_wal(run: Run, shop: Path) -> None:
 
 
 def test_a_merge_rewrites_long_chains(run: Run, shop: Path) -> None:
-    assert run("merge", "shop").out == "shop needs no merge: no deltas lie over its chunks\n"
+    assert run("merge", "shop").out == "shop needs no merge: its chunks have no deltas\n"
     run("checkpoint", "shop")
     assert run("merge", "shop").out.startswith("merge of shop: 1 slot written (16 pages, ")
     with quire.open(shop, "r") as store, store.manifest.read() as txn:

@@ -58,7 +58,7 @@ ENDING = {
 }
 EXPECTED: dict[str, str] = {
     "ls": "shop",
-    "why": "has not brought it into chunks",
+    "why": "has not checkpointed it yet",
     "snapshot diff": "both are the same version",
     "fork": "as shop was at snapshot monday",
     "sqlite shell": "3 apples",

@@ -32,7 +32,7 @@ def test_tail_shows_the_newest_or_from_a_sequence(run: Run) -> None:
     assert [(each["sequence"], each["operations"][0]["op"]) for each in data] == [(2, "RegisterDb")]
     assert [each["sequence"] for each in run("feed", "tail", "--from", "1", "--json").data] == [1, 2]
     assert "RegisterDb db_id=1 name=shop" in run("feed", "tail", "--from", "1").out
-    assert run("feed", "tail", "--from", "9").out == "the feed has nothing from sequence 9 on\n"
+    assert run("feed", "tail", "--from", "9").out == "the feed has no changes from sequence 9 on\n"
 
 
 def test_tail_of_an_empty_feed(run: Run, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_cursors_shows_how_far_everybody_is(run: Run, followed: Path) -> None:
 
 
 def test_cursors_of_a_feed_nobody_follows(run: Run) -> None:
-    assert run("feed", "cursors").out.startswith("the feed has no subscribers")
+    assert run("feed", "cursors").out.startswith("the feed has no cursors")
     assert run("feed", "cursors", "--json").data == []
 
 

@@ -190,8 +190,8 @@ def test_what_was_trimmed_before_it_was_seen_is_told(path: Path) -> None:
     ended = quire_program("feed", "tail", "-f", "--from", "1", "-s", str(path))
     assert ended.returncode == 4
     assert ended.stderr.splitlines() == [
-        "error: the changes 1 to 1 are no longer kept",
-        "next:  `quire feed tail --from 2 --follow` goes on behind them",
+        "error: the changes 1 to 1 are no longer retained",
+        "next:  `quire feed tail --from 2 --follow` continues after them",
     ]
 
 

@@ -36,7 +36,7 @@ def test_a_dry_run_says_what_waits_and_until_when(run: Run, garbage: Path) -> No
         assert each["due_at_ms"] >= each["zero_since_ms"]
         assert (each["database"], each["artifact"]["origin_db_id"]) == ("shop", 1)
     lines = run("gc", "--dry-run").out.splitlines()
-    assert lines[0].split() == ["artifact", "size", "unreferenced", "goes"]
+    assert lines[0].split() == ["artifact", "size", "unreferenced", "deleted"]
     assert "wal 1 of shop" in run("gc", "--dry-run").out
     assert run("gc", "--dry-run", "--limit", "1").out.splitlines()[3].endswith("more: `--limit 0` shows all")
     assert run("info", "--json").data["newest_change"] == before["newest_change"]
@@ -68,7 +68,7 @@ def test_a_round_leaves_what_is_too_young(run: Run, garbage: Path) -> None:
     assert data["next_due_at_ms"] > 0
     text = run("gc").out
     assert text.startswith("deleted  nothing\n")
-    assert "; the first goes in " in text
+    assert "; the first is deleted in " in text
 
 
 def test_at_once_asks_and_deletes_everything_at_zero(run: Run, garbage: Path) -> None:
@@ -84,7 +84,7 @@ def test_at_once_asks_and_deletes_everything_at_zero(run: Run, garbage: Path) ->
     assert (done["waiting"], run("info", "--json").data["unreferenced"]) == (0, 0)
     assert {each["kind"] for each in done["jobs"]} >= {"delete"}
     assert not list((garbage / "pages" / "00000001" / "wal").glob("00000001.seg")), "the bytes are gone"
-    assert run("gc", "--now", "--yes").out == "deleted  nothing\nwaits    nothing\n"
+    assert run("gc", "--now", "--yes").out == "deleted  nothing\nwaiting  nothing\n"
 
 
 def test_the_next_round_deletes_what_the_grace_was_for(run: Run, garbage: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
     kept = run("gc", "--keep", name, "--until", "7d", "--json").data
     assert kept["kept"] == name
     assert kept["purge_after_ms"] in purge_after()
-    assert run("gc", "--keep", name, "--until", "0").out == f"{name} goes when nothing refers to it\n"
+    assert run("gc", "--keep", name, "--until", "0").out == f"{name} is deleted when nothing refers to it\n"
     assert purge_after() == {0}
     assert run("gc", "--keep", "nonsense", "--until", "7d").code == 2
     assert run("gc", "--keep", name).code == 2

@@ -131,7 +131,7 @@ def test_retry_gives_a_new_job(run: Run, queue: Path) -> None:
     data = run("jobs", "retry", "2", "--json").data
     assert (data["retried"], data["job"]["job_id"], data["job"]["state"]) == (2, 5, "pending")
     assert run("jobs", "show", "2", "--json").data["state"] == "failed_permanent", "the old one stays as it ended"
-    for job, hint in (("1", "`quire jobs show 1` says how it ended"), ("3", "`quire jobs work --once` runs it")):
+    for job, hint in (("1", "`quire jobs show 1` shows how it ended"), ("3", "`quire jobs work --once` runs it")):
         refused = run("jobs", "retry", job)
         assert (refused.code, refused.err.splitlines()[1]) == (4, f"next:  {hint}")
 
@@ -140,7 +140,7 @@ def test_cancel_ends_a_job_once(run: Run, queue: Path) -> None:
     assert run("jobs", "cancel", "4").out == "cancelled job 4, retention\n"
     assert run("jobs", "show", "4", "--json").data["state"] == "cancelled"
     twice = run("jobs", "cancel", "4")
-    assert (twice.code, twice.err.splitlines()[1]) == (4, "next:  `quire jobs show 4` says how")
+    assert (twice.code, twice.err.splitlines()[1]) == (4, "next:  `quire jobs show 4` shows how")
     again = run("jobs", "retry", "4", "--json").data["job"]["job_id"]
     assert run("jobs", "cancel", "1").code == 4
     held = run("jobs", "retry", "4")

@@ -39,7 +39,7 @@ def test_every_table_dumps(run: Run, name: str) -> None:
 def test_dump_of_an_unknown_table_lists_the_tables(run: Run) -> None:
     ended = run("manifest", "dump", "nonsense")
     assert ended.code == 2
-    assert "`quire manifest tables` explains them" in ended.err
+    assert "`quire manifest tables` describes them" in ended.err
     assert "chunk_catalog" in ended.err
 
 

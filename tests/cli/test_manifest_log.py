@@ -66,7 +66,7 @@ def test_inspect_highlights_objects_that_differ(run: Run, log: LogFiles, path: P
 def test_a_sound_log_is_verified(run: Run, log: LogFiles) -> None:
     for arguments in (["clicks"], [], ["--shallow"]):
         ended = run("manifest", "verify", *arguments)
-        assert (ended.code, ended.out) == (0, "1 manifest log kept all rules\n")
+        assert (ended.code, ended.out) == (0, "1 manifest log checked: all rules hold\n")
     assert run("manifest", "verify", "--json").data == []
 
 
@@ -124,7 +124,7 @@ def test_a_stream_is_mirrored_from_its_object_store(run: Run, path: Path, tmp_pa
     upload(b"one", b"two")
     assert run("stream", "mirror", "clicks", str(copy), "--json").data["fetched"] == 1
     upload(b"three")
-    assert run("stream", "mirror", "clicks", str(copy)).out == "clicks: 1 segment fetched, 0 removed, 2 known\n"
+    assert run("stream", "mirror", "clicks", str(copy)).out == "clicks: 1 segment fetched, 0 removed, 2 in the log\n"
     assert run("stream", "mirror", "clicks", str(copy), "--json").data["fetched"] == 0
     assert len(list(copy.glob("streams/*/warm/*.seg"))) == 2
     upload(retention=Retention(bytes=1))

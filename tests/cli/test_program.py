@@ -272,11 +272,11 @@ def test_the_tour_shows_versions(tmp_path: Path) -> None:
     """What it says of them it has read back."""
     told = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
     for each in (
-        "20 prices raised: milk 1.32; who was reading still sees 1.2",
+        "20 prices raised: milk 1.32; an open reader still sees 1.2",
         "slot 0 is now base:1 + delta:2; milk is 1.32",
         "sells milk for 0.99",
         "shop@before for 1.2, shop for 1.32: three versions",
-        "rows of shop that are not in shop@before, by SQL over both: 20",
+        "SQL over both: 20 rows of shop are not in shop@before",
         "└── shop-experiment",
     ):
         assert each in told

@@ -68,7 +68,7 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
     changed = run("retention", "set", "shop", "--keep", "1h30m", "--no-keep-named", "--json").data["policy"]
     assert changed == {**policy, "keep_seconds": 5_400, "keep_named": False}
     text = run("retention", "show", "shop").out
-    assert "the newest 2; those of the last 3 generations; what is younger than 90m" in text
+    assert "the newest 2; snapshots of the last 3 generations; snapshots younger than 90m" in text
     assert "hourly, daily snapshots" in text
     off = "--keep-last 0 --keep-generations 0 --hourly 0 --daily 0 --weekly 0 --keep 0 --keep-named --schedule none"
     assert run("retention", "set", "shop", *off.split(), "--json").data["policy"] == EVERYTHING_OFF
@@ -78,7 +78,7 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["shop"], 2, "no rule was named"),
+        (["shop"], 2, "no rule was given"),
         (["shop", "--keep-last", "-1"], 2, "'--keep-last': -1 is"),
         (["shop", "--keep", "30"], 2, "`--keep` takes a duration (given='30')"),
         (["shop", "--keep", "2h3"], 2, "`--keep` takes a duration"),
@@ -151,7 +151,7 @@ def test_the_last_snapshots_go_only_by_force(run: Run, kept: Path) -> None:
     run("retention", "set", "shop", "--no-keep-named", "--keep", "1s")
     time.sleep(1.1)  # now the youngest is older than that
     refused = run("retention", "apply", "shop", "--yes")
-    assert (refused.code, "say `--force`" in refused.err) == (4, True)
+    assert (refused.code, "use `--force`" in refused.err) == (4, True)
     assert snapshots(run) == [1, 2, 4, 5]
     assert "`quire retention apply shop --force`" in run("retention", "plan", "shop").out
     asked = run("retention", "apply", "shop", "--force", answer="n\n").err
@@ -226,13 +226,13 @@ def test_another_job_that_is_at_it_is_told(run: Run, kept: Path) -> None:
         store.manifest.jobs.claim_job(job_id, "remote:far-away")
     ended = run("retention", "apply", "shop", "--yes")
     assert (ended.code, ended.out) == (4, "")
-    assert "being applied by another job" in ended.err
+    assert "another job is applying" in ended.err
     assert "remote:far-away" in ended.err
     assert f"`quire jobs show {job_id}`" in ended.err
     everything = run("retention", "apply", "--all", "--yes", "--json")
     assert everything.data["taken"] == [{"database": "shop", "job_id": job_id, "worker": "remote:far-away"}]
     assert (everything.code, everything.data["dropped"]) == (0, 0)
-    assert f"shop      left     job {job_id} is at it" in run("retention", "apply", "--all", "--yes").out
+    assert f"shop      left     job {job_id} is applying it" in run("retention", "apply", "--all", "--yes").out
     assert snapshots(run) == [1, 2, 3, 4, 5]
     run("jobs", "cancel", str(job_id))
     assert run("retention", "apply", "--all", "--yes", "--json").data["dropped"] == 2
@@ -301,7 +301,7 @@ def test_all_is_every_database_that_has_a_policy(run: Run, many: Path) -> None:
             "nothing was dropped",
             "",
             "database  verdict  why",
-            "bare      refused  no rule keeps any of its snapshots: say `--force`",
+            "bare      refused  no rule keeps any of its snapshots: use `--force`",
         ],
     )
     forced = run("retention", "apply", "--all", "--force", "--yes")
@@ -314,8 +314,7 @@ def test_all_asks_once(run: Run, many: Path) -> None:
     refused = run("retention", "apply", "--all", answer="n\n")
     assert (refused.code, refused.out.splitlines()[0]) == (1, "nothing was dropped")
     assert refused.err == (
-        "drop 7 snapshots of 3 databases, leave 1 alone that would have none left, "
-        "which hold nothing exclusively? [y/N] "
+        "drop 7 snapshots of 3 databases, skipping 1 that would have none left, which hold nothing exclusively? [y/N] "
     )
     forced = run("retention", "apply", "--all", "--force", answer="n\n").err
     assert forced.startswith("drop 10 snapshots of 4 databases (EVERY snapshot of 1 of them), ")
@@ -332,14 +331,14 @@ def test_a_dry_run_of_all_is_a_table(run: Run, many: Path) -> None:
     data = run("retention", "apply", "--all", "--dry-run", "--json").data
     assert json.loads(beside.stdout) == data
     assert [line.split() for line in ended.out.splitlines()[:5]] == [
-        ["database", "snapshots", "would", "go", "only", "they", "hold"],
+        ["database", "snapshots", "would", "drop", "exclusive"],
         ["shop", "5", "3", "0", "B"],
         ["a", "3", "2", "0", "B"],
         ["b", "3", "2", "0", "B"],
         ["bare", "3", "3", "(all)", "0", "B"],
     ]
     assert "4 of 5 databases with a policy would lose 10 snapshots." in ended.out
-    assert "1 database would have none left: only with `--force`." in ended.out
+    assert "1 database would have none left and need `--force`." in ended.out
     assert [(each["database"], each["would_drop"], each["drops_everything"]) for each in data] == [
         ("shop", 3, False),
         ("a", 2, False),
@@ -392,5 +391,5 @@ def test_without_a_policy_there_is_nothing_to_apply(run: Run, kept: Path) -> Non
         ended = run("retention", "apply", "--all", *more)
         assert (ended.code, ended.out) == (
             0,
-            "no database has a retention policy: `quire retention set` gives it one\n",
+            "no database has a retention policy: set one with `quire retention set`\n",
         )

@@ -40,9 +40,9 @@ def test_create_keeps_a_database_with_or_without_a_name(run: Run, shop: Path) ->
         (["shop", "monday"], 4, "choose another name"),
         (["nothing", "x"], 3, "`quire ls` lists the databases"),
         (["shop", "a/b"], 2, "use '-' or '.' instead"),
-        (["shop", "x", "--tag", "novalue"], 2, "say --tag key=value"),
-        (["shop", "x", "--tag", "=v"], 2, "say --tag key=value"),
-        (["shop", "x", "--tag", "a=1", "--tag", "a=2"], 2, "name each key once"),
+        (["shop", "x", "--tag", "novalue"], 2, "use --tag key=value"),
+        (["shop", "x", "--tag", "=v"], 2, "use --tag key=value"),
+        (["shop", "x", "--tag", "a=1", "--tag", "a=2"], 2, "give each key once"),
         (["shop", "x", "--tag", "schedule=hourly"], 2, "use another"),
     ],
 )
@@ -162,7 +162,7 @@ def test_diff_to_now_to_another_and_to_itself(run: Run, shop: Path) -> None:
     assert (data["before"]["snapshot"], data["after"]["snapshot_id"]) == ("monday", 0)
     text = run("snapshot", "diff", "shop", "monday", "now").out
     assert "after   shop as it is now" in text
-    assert "pages   4 pages at most\n" in text
+    assert "pages   at most 4 pages\n" in text
     assert "base:1@16 + delta-1:2@20" in text
     assert "nothing: both are the same version" in run("snapshot", "diff", "shop", "monday", "1").out
 
@@ -324,14 +324,14 @@ def test_a_snapshot_that_was_lent_says_for_whom_and_until_when(run: Run, shop: P
     with quire.open(shop) as store:
         lent = store.pages.snapshot("shop", tags={"by": "lend"}, expires_at_ms=until)
     *_, line = run("snapshot", "ls", "shop").out.splitlines()
-    assert line.endswith("lent to a query (Spark, or another reader), expires 2030-03-17 17:46:40Z")
+    assert line.endswith("held by a query (Spark or another reader), expires 2030-03-17 17:46:40Z")
     shown = run("snapshot", "show", "shop", str(lent.snapshot_id)).out
-    assert "is         lent to a query" in shown
+    assert "purpose    held by a query" in shown
     assert "expires    2030-03-17 17:46:40Z" in shown
     holder = next(
         each for each in run("why", "shop", "--json").data["holders"] if each["name"] == f"#{lent.snapshot_id}"
     )
-    assert holder["what"] == "is lent to a query (Spark, or another reader), and keeps it as it was"
+    assert holder["what"] == "is held by a query (Spark or another reader) that keeps this version"
     assert holder["release"] == f"by itself 2030-03-17 17:46:40Z, or quire snapshot drop shop {lent.snapshot_id}"
 
 

@@ -53,12 +53,12 @@ def test_snapshots_that_nobody_has_made_say_what_they_are_for(run: Run, shop: Pa
         store.snapshot("shop", tags={"time-travel": "1", "why": "test"})
     assert drawn(run("tree").out)[1:4] == [
         "├── @monday  WHEN, by=ann",
-        "├── #2  WHEN, lent to a query (Spark, or another reader)",
+        "├── #2  WHEN, held by a query (Spark or another reader)",
         "└── #3  WHEN, for time travel, why=test",
     ]
     assert [each["tags"] for each in run("tree", "--json").data[0]["snapshots"]][1] == {"by": "lend"}
     told = run("tree", "--sizes").out
-    assert "lent to a query" in told
+    assert "held by a query" in told
     assert "by=lend" not in told
 
 

@@ -58,7 +58,7 @@ def test_a_query_that_reads_is_a_reader_and_no_snapshot(run: Run, shop: Path) ->
     with quire.open(shop) as store:
         lend(store.pages, ["shop"], 300)
     (reader,) = [holder for holder in answer(run, "shop")["holders"] if holder["kind"] == "reader"]
-    assert reader["what"].startswith("is a query (Spark, say), and reads at lsn ")
+    assert reader["what"].startswith("is a query (Spark, for instance) that reads at lsn ")
     assert "quire." not in reader["what"]
     assert before == [run(*words).out for words in (("snapshot", "ls", "shop"), ("tree",), ("ls",))]
 
@@ -198,7 +198,7 @@ def test_a_segment_of_a_stream_is_kept_by_its_retention(run: Run, everything: Pa
     with quire.open(everything, "r") as store:
         number = store.database("clicks").db_id
     (holder,) = answer(run, f"streams/{number}/hot/{1:016x}.seg")["holders"]
-    assert holder["what"] == "has its records 1 to 1 in it, until its retention lets them go"
+    assert holder["what"] == "has its records 1 to 1 in it, until its retention drops them"
     retention = "quire stream retention clicks --days N --apply"
     assert holder["release"] == f"quire stream tier clicks evict, when it is in another tier too; or {retention}"
     (of_object,) = answer(run, f"{number:08x}/{1:08x}/wal:{0:08x}")["holders"]
@@ -295,7 +295,7 @@ def test_files_of_a_key_value_snapshot_are_kept_by_it(run: Run, everything: Path
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"left")
     (holder,) = answer(run, str(left))["holders"]
-    assert "a snapshot that was dropped" in holder["what"]
+    assert "a dropped snapshot" in holder["what"]
     assert run("kv", "get", "cart", "ann").code == 0
     assert not left.exists(), "as it said"
 
@@ -341,7 +341,7 @@ def test_who_finds_or_removes_what_nothing_names(run: Run, everything: Path) -> 
     stray = everything / "pages/00000001/wal/000000f0.seg"
     stray.write_bytes(b"stray")
     ended = run("why", str(stray))
-    assert (ended.code, "when it opens the database the next time" in ended.err) == (3, True)
+    assert (ended.code, "when it next opens the database" in ended.err) == (3, True)
     assert "shop, id 1 (0x1)" in ended.err
     with quire.open(everything) as store:
         store.pages.open("shop")
@@ -350,7 +350,11 @@ def test_who_finds_or_removes_what_nothing_names(run: Run, everything: Path) -> 
         (everything / path).parent.mkdir(parents=True)
         (everything / path).write_bytes(b"foreign")
         ended = run("why", path)
-        assert (ended.code, "153 (0x99)" in ended.err, "nothing here reads it" in ended.err) == (3, True, True)
+        assert (ended.code, "153 (0x99)" in ended.err, "quire neither reads nor removes it" in ended.err) == (
+            3,
+            True,
+            True,
+        )
     assert "gc --dry-run" not in run("why", f"streams/{stream}/hot/00000000000000ff.seg").err
 
 
@@ -366,7 +370,7 @@ def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Pat
     (holder,) = answer(run, str(left))["holders"]
     assert (holder["what"], holder["release"]) == (
         "clicks was dropped",
-        "the owner's upkeep, or when the next stream is dropped",
+        "maintenance, or when the next stream is dropped",
     )
     assert run("drop", "next", "--yes").code == 0
     assert not left.exists(), "as it said"

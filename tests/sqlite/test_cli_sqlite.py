@@ -245,7 +245,7 @@ def test_the_shell_has_no_colours_if_nobody_wants_them(root: Path, tmp_path: Pat
         (Followed(compares=1, pages=9), "1 comparison of all pages; 9 pages written"),
         (Followed(compares=3, pages=1), "3 comparisons of all pages; 1 page written"),
         (Followed(transactions=2, patches=2, pages=2),
-         "2 transactions, 2 patches over logs begun anew; 2 pages written"),
+         "2 transactions, 2 patches over restarted logs; 2 pages written"),
     ],
 )  # fmt: skip
 def test_what_a_follower_did_in_words(done: Followed, text: str) -> None:

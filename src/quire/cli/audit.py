@@ -32,11 +32,11 @@ def audit(
     cli: Cli,
     database: Annotated[
         str,
-        Argument(metavar="[DB]", help="A database's name, or the id of one that is gone.", show_default="all of them"),
+        Argument(metavar="[DB]", help="A database's name, or the id of a dropped one.", show_default="default: all"),
     ] = "",
-    since: Annotated[str, Option(metavar="WHEN", help="From then on: 90s, 15m, 2h, 7d ago, or a date in UTC.")] = "",
-    until: Annotated[str, Option(metavar="WHEN", help="Before then; as --since.")] = "",
-    limit: Annotated[int, Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
+    since: Annotated[str, Option(metavar="WHEN", help="Start: an age (90s, 15m, 2h, 7d) or a date in UTC.")] = "",
+    until: Annotated[str, Option(metavar="WHEN", help="End, exclusive; as --since.")] = "",
+    limit: Annotated[int, Option(min=0, metavar="N", help="Only the newest N; 0 for all.")] = 50,
 ) -> Listing:
     """Show the history of databases: snapshots, forks, deletions."""
     with cli.reader() as manifest:

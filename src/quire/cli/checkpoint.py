@@ -32,7 +32,7 @@ from quire.manifest.records import DbKind, JobKind, WalState
 if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
 
-Databases = Annotated[list[str] | None, Argument(metavar="[DB]...", help="Names of databases.", show_default=False)]
+Databases = Annotated[list[str] | None, Argument(metavar="[DB]...", help="The databases' names.", show_default=False)]
 All = Annotated[bool, Option("--all", help="All page databases, in one run.")]
 
 
@@ -40,9 +40,9 @@ All = Annotated[bool, Option("--all", help="All page databases, in one run.")]
 def checkpoint(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
 ) -> Note | CliResult | Listing:
-    """Write the WAL of page databases into chunks now.
+    """Write the WAL of page databases to chunks now.
 
-    The WAL that no snapshot, fork or reader needs any more is let go.
+    WAL segments that no snapshot, fork or reader needs any more are then truncated.
     """
     names = _wanted(databases, every, runner)
     if dry_run:
@@ -56,7 +56,7 @@ def checkpoint(
 def merge(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
 ) -> Note | CliResult | Listing:
-    """Rewrite chunks that have many deltas now."""
+    """Merge chunks and their deltas into new chunks now."""
     names = _wanted(databases, every, runner)
     if dry_run:
         return _outlook(cli, names, "MERGE")
@@ -70,22 +70,22 @@ Database = Annotated[str, Argument(metavar="DB", help="The name of a page databa
 
 @command("evict", example="quire evict shop")
 def evict(cli: Cli, database: Database) -> Note:
-    """Remove local copies of a page database that the object store has.
+    """Remove local copies that the object store also has.
 
-    Those of WAL that only snapshots need, which is uploaded first, and of chunks that were hydrated.
+    That is WAL that only snapshots need, which is uploaded first, and chunks that were hydrated.
     """
     return _move_copies(cli, database, "evict")
 
 
 @command("hydrate", example="quire hydrate shop")
 def hydrate(cli: Cli, database: Database) -> Note:
-    """Fetch what only the object store has of a page database."""
+    """Fetch data that is only in the object store."""
     return _move_copies(cli, database, "hydrate")
 
 
 def _move_copies(cli: Cli, database: str, move: str) -> Note:
     with cli.owner(upkeep=True) as store:
-        need_pages(store.database(database), "are evicted and hydrated here")
+        need_pages(store.database(database), "can be evicted and hydrated here")
         jobs = store.evict(database) if move == "evict" else store.hydrate(database)
     for job in jobs:
         if (failure := failure_of(job, f"the {job.kind.name.lower()} of a part of {database}")) is not None:
@@ -101,14 +101,14 @@ def restore(
     cli: Cli,
     database: Database,
     snapshot: Snapshot,
-    file: Annotated[str, Argument(metavar="FILE", help="Where to write it.")],
+    file: Annotated[str, Argument(metavar="FILE", help="The file to write.")],
     replace: Annotated[bool, Option("--replace", help="Replace an existing file.")] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Note:
     """Write a snapshot to a file.
 
-    Slots are read and written in parallel. Of a SQLite database the file is one that SQLite opens.
+    Slots are read and written in parallel. The file of a SQLite database can be opened by SQLite.
     """
     need_runner(runner)
     with cli.owner() as store:
@@ -156,13 +156,13 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
 def sentence(job: Job, database: str) -> str:
     """What a checkpoint or merge did."""
     if job.state.name == "PENDING":
-        return f"the {job.kind.name.lower()} of {database} was postponed: see `quire jobs show {job.job_id}`"
+        return f"the {job.kind.name.lower()} of {database} was postponed; see `quire jobs show {job.job_id}`"
     result = job.result or {}
     held = _held_back(result)
     if not (result.get("slots") or result.get("cleared")):
         if held:
             return f"{database} was not checkpointed: {held}"
-        nothing = "nothing in the WAL to absorb" if job.kind.name == "CHECKPOINT" else "no deltas lie over its chunks"
+        nothing = "the WAL is empty" if job.kind.name == "CHECKPOINT" else "its chunks have no deltas"
         return f"{database} needs no {job.kind.name.lower()}: {nothing}"
     written = (
         f"{count_of(result['slots'], 'slot')} written ({count_of(result['pages'], 'page')}, {size(result['bytes'])})"
@@ -217,7 +217,7 @@ def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int,
     text = f"{kind.lower()} of {count_of(len(jobs), 'database')}: {count_of(counts['slots'], 'slot')} written "
     text += f"({count_of(counts['pages'], 'page')}, {size(counts['bytes'])}) in {counts['written']:,} of them"
     if counts["put_off"]:
-        text += f", {counts['put_off']:,} put off"
+        text += f", {counts['put_off']:,} postponed"
     parts: list[Note | Listing] = [Note(text=text, data=None)]
     if failed:
         rows = [Row([known.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]

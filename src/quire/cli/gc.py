@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 ROUND = {
-    "snapshots": ("snapshot", "made by a schedule"),
+    "snapshots": ("snapshot", "created by a schedule"),
     "dropped": ("snapshot", "dropped by retention"),
-    "leases_lost": ("job", "taken back from a worker that is gone"),
+    "leases_lost": ("job", "reclaimed from a worker that died"),
     "jobs": ("job", "run"),
-    "jobs_forgotten": ("old job", "forgotten"),
-    "answers_forgotten": ("old answer", "to a keyed batch forgotten"),
-    "audit_pruned": ("database", "whose old audit was pruned"),
+    "jobs_forgotten": ("old job", "removed"),
+    "answers_forgotten": ("old idempotency key", "removed"),
+    "audit_pruned": ("database", "with its old audit entries removed"),
     "leftovers": ("file", "of killed processes and dropped databases removed"),
 }
 """What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
@@ -61,22 +61,24 @@ class Zero:
 def gc(
     cli: Cli,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Only show what is waiting to be deleted, and until when.")
+        bool, Option("--dry-run", help="Only show what is waiting to be deleted, and when it is due.")
     ] = False,
     now: Annotated[
-        bool, Option("--now", help="Do not wait for the grace period that protects readers in other processes.")
+        bool, Option("--now", help="Skip the grace period, which protects readers in other processes.")
     ] = False,
-    limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts listed; 0: all.")] = 20,
+    limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts to list; 0 for all.")] = 20,
     keep: Annotated[
-        str, Option("--keep", metavar="OBJECT", help="Only this: keep a chunk or delta, see --until.")
+        str, Option("--keep", metavar="OBJECT", help="Run nothing; keep this chunk or delta (see --until).")
     ] = "",
-    until: Annotated[str, Option("--until", metavar="FOR", help="With --keep: for how long, 7d; 0 lifts it.")] = "",
+    until: Annotated[
+        str, Option("--until", metavar="FOR", help="With --keep: for how long, as 7d; 0 to keep it no longer.")
+    ] = "",
     yes: Yes = False,
 ) -> Report | Note:
     """Run one round of maintenance now and show what it did.
 
-    That is schedules, retention, deletions, and all jobs that are due: what the owner of a store does by itself. Bytes that
-    nothing refers to any more go a minute after their last reference did (maintenance.delete_grace_seconds).
+    A round is what the owner of a store does by itself: schedules, retention, deletions, and all jobs that are due. Data that
+    nothing refers to is deleted after a grace period of a minute (maintenance.delete_grace_seconds).
     """
     if keep or until:
         return _keep(cli, keep, until)
@@ -87,7 +89,11 @@ def gc(
     with cli.owner(grace_seconds=0 if now else None) as store:
         if now and not yes:
             waiting = at_zero(store.manifest, grace_ms)
-            what = f"{_amount(waiting)}, and whatever this round lets go" if waiting else "whatever this round lets go"
+            what = (
+                f"{_amount(waiting)}, and everything this round releases"
+                if waiting
+                else "everything this round releases"
+            )
             question = f"delete at once, even if another process is reading it: {what}?"
             confirm(question, "nothing was done", {"done": False})
         return _collect(Bench(store), grace_ms, at_once=now)
@@ -98,12 +104,12 @@ def _keep(cli: Cli, name: str, until: str) -> Note:
     artifact = parse_object_key(name)
     if artifact is None or not until:
         hint = "`quire gc --keep 00000001/00000000/base:00000001 --until 7d`; `quire why DATABASE` shows names"
-        raise InvalidInput("`--keep` takes an object's name, and `--until` for how long", hint=hint, given=name)
+        raise InvalidInput("`--keep` takes an object's key, and `--until` a duration", hint=hint, given=name)
     seconds = seconds_of(until, "--until")
     with cli.owner() as store:
         until_ms = store.manifest.clock.now_ms() + seconds * 1000 if seconds else 0
         store.manifest.jobs.keep_until(artifact, until_ms).result()
-    text = f"{name} is kept for {until} at least" if seconds else f"{name} goes when nothing refers to it"
+    text = f"{name} is kept for at least {until}" if seconds else f"{name} is deleted when nothing refers to it"
     return Note(text=text, data={"kept": name, "purge_after_ms": until_ms})
 
 
@@ -156,7 +162,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     shown = waiting[:limit] if limit else waiting
     more = len(waiting) - len(shown)
     table = Listing(
-        columns=["artifact", ">size", "unreferenced", "goes"],
+        columns=["artifact", ">size", "unreferenced", "deleted"],
         rows=[Row(_cells(zero, now), None) for zero in shown],
         empty="nothing is waiting to be deleted",
         closing=f"{more:,} more: `--limit 0` shows all" if more else "",
@@ -249,7 +255,7 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
         for name, (one, what) in ROUND.items()
         if done.get(name)
     ]
-    lines.append(("waits", _waits(waiting, manifest.clock.now_ms())))
+    lines.append(("waiting", _waits(waiting, manifest.clock.now_ms())))
     failed = [job for job in ran if job.record.error]
     facts = Facts(lines=lines, data=None)
     if not failed:
@@ -266,5 +272,5 @@ def _waits(waiting: list[Zero], now: int) -> str:
     if not waiting:
         return "nothing"
     due = waiting[0].due_at_ms
-    when = f"the first goes in {span(due - now)}" if due > now else "the first could go now"
+    when = f"the first is deleted in {span(due - now)}" if due > now else "the first can be deleted now"
     return f"{_amount(waiting)}; {when} ({moment(due)})"

@@ -49,11 +49,9 @@ group = Group("jobs")
 @command("ls", group, example="quire jobs ls --state failed --db shop")
 def ls(
     cli: Cli,
-    state: Annotated[
-        str, Option(metavar="STATE", help="Only these: pending, running, succeeded, failed, cancelled.")
-    ] = "",
-    database: Annotated[str, Option("--db", metavar="DB", help="Only those of this database.")] = "",
-    limit: Annotated[int, Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
+    state: Annotated[str, Option(metavar="STATE", help="pending, running, succeeded, failed or cancelled.")] = "",
+    database: Annotated[str, Option("--db", metavar="DB", help="Only jobs of this database.")] = "",
+    limit: Annotated[int, Option(min=0, metavar="N", help="Only the newest N; 0 for all.")] = 50,
 ) -> Listing:
     """List jobs, oldest first."""
     wanted = _state_named(state) if state else None
@@ -125,7 +123,11 @@ def result_text(result: Any) -> str:
     """
     if not isinstance(result, dict):
         return in_words(result)
-    telling = {key: value for key, value in result.items() if value is False or value not in (0, "", [], {})} or result
+    telling = {
+        key: value
+        for key, value in result.items()
+        if value is False or (value not in (0, "", []) and not isinstance(value, dict))  # JSON has what is nested
+    } or result
     return ", ".join(_answered(key.replace("_", " "), value) for key, value in telling.items())
 
 
@@ -245,13 +247,13 @@ def retry(cli: Cli, job_id: JobId) -> Note:
             ended = job.record.finished_at_ms > 0
             raise IllegalTransition(
                 "only a failed or cancelled job can be retried",
-                hint=f"`quire jobs show {job_id}` says how it ended" if ended else "`quire jobs work --once` runs it",
+                hint=f"`quire jobs show {job_id}` shows how it ended" if ended else "`quire jobs work --once` runs it",
                 job_id=job_id,
                 state=state_text(job),
             )
         again = store.manifest.jobs.retry(job_id)
         data = _job_data(store, again)
-    text = f"job {job_id} re-queued as job {again}; run it with `quire jobs work --once`"
+    text = f"job {job_id} queued again as job {again}; run it with `quire jobs work --once`"
     return Note(text=text, data={"retried": job_id, "job": data})
 
 
@@ -261,7 +263,7 @@ def cancel(cli: Cli, job_id: JobId) -> Note:
     with cli.owner() as store:
         job = store.manifest.jobs.get(job_id)
         if job.record.finished_at_ms:
-            hint = f"`quire jobs show {job_id}` says how"
+            hint = f"`quire jobs show {job_id}` shows how"
             raise IllegalTransition("the job has already ended", hint=hint, job_id=job_id, state=state_text(job))
         store.manifest.jobs.cancel(job_id)
         data = _job_data(store, job_id)
@@ -280,10 +282,10 @@ def work(
     once: Annotated[bool, Option("--once", help="Exit when no job is due.")] = False,
     log: Log = "",
 ) -> CliResult:
-    """Run jobs until Ctrl-C, or until nothing is due.
+    """Run jobs until Ctrl-C, or until none is due.
 
-    This process owns the store meanwhile, and does its other upkeep too unless --once is given. What is running when it is
-    stopped goes back into the queue.
+    This process owns the store meanwhile, and without --once also runs its maintenance. A job that is interrupted returns
+    to the queue.
     """
     log_to(log)
     stopped = False
@@ -323,7 +325,7 @@ def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: boo
             )
             for job in shown
         ],
-        empty="no job was due" if not interrupted else "no job was run",
+        empty="no job was due" if not interrupted else "no job ran",
     )
     left = Note(text=waiting_text(len(waiting), _due(waiting), now), data=None)
     data = {

@@ -34,11 +34,11 @@ Key = Annotated[str, Argument(metavar="KEY", help="The key.")]
 Hex = Annotated[bool, Option("--hex", help="Keys and values are hexadecimal.")]
 InNamespace = Annotated[
     str,
-    Option(
-        "--namespace", metavar="NAME", help="Where the backups are.", show_default="where the database's objects go"
-    ),
+    Option("--namespace", metavar="NAME", help="Namespace of the backups.", show_default="that of the database"),
 ]
-Label = Annotated[str, Option("--label", metavar="NAME", help="The backups' name.", show_default="the database's")]
+Label = Annotated[
+    str, Option("--label", metavar="NAME", help="The label of the backups.", show_default="the database's name")
+]
 
 SCAN_ROWS = 100
 """Shown by `scan` unless told otherwise."""
@@ -55,7 +55,7 @@ def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     with cli.owner() as store:
         value = store.kv(database).get(name)
     if value is None:
-        hint = f"`quire kv scan {database}` shows what there is"
+        hint = f"`quire kv scan {database}` lists the keys"
         raise NotFound("no such key", hint=hint, key=key, database=database)
     return Note(text=_shown(value, hex_), data={"key": name, "value": value})
 
@@ -65,7 +65,7 @@ def put(
     cli: Cli,
     database: Database,
     key: Key,
-    value: Annotated[str, Argument(metavar="VALUE", help="Its value.")],
+    value: Annotated[str, Argument(metavar="VALUE", help="The value.")],
     hex_: Hex = False,
     create: Annotated[bool, Option("--create", help="Create the database if it does not exist.")] = False,
 ) -> Note:
@@ -78,7 +78,7 @@ def put(
 
 @command("delete", group, example="quire kv delete cart ann")
 def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
-    """Delete a key. Not an error if the key does not exist."""
+    """Delete a key. It is no error if the key does not exist."""
     name = _given(key, hex_)
     with cli.owner() as store:
         lsn = store.kv(database).write({name: None})
@@ -89,16 +89,16 @@ def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
 def scan(
     cli: Cli,
     database: Database,
-    prefix: Annotated[str, Option("--prefix", metavar="KEY", help="Keys that begin so.")] = "",
-    low: Annotated[str, Option("--from", metavar="KEY", help="Keys from this one on.")] = "",
-    high: Annotated[str, Option("--to", metavar="KEY", help="Keys below this one.")] = "",
-    reverse: Annotated[bool, Option("--reverse", help="The last first.")] = False,
+    prefix: Annotated[str, Option("--prefix", metavar="KEY", help="Only keys with this prefix.")] = "",
+    low: Annotated[str, Option("--from", metavar="KEY", help="First key.")] = "",
+    high: Annotated[str, Option("--to", metavar="KEY", help="Last key, exclusive.")] = "",
+    reverse: Annotated[bool, Option("--reverse", help="In descending order.")] = False,
     limit: Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")] = SCAN_ROWS,
     hex_: Hex = False,
 ) -> Listing:
     """List keys and values in order."""
     if prefix and (low or high):
-        raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave --prefix or --from and --to out")
+        raise InvalidInput("a scan takes a prefix or a range, not both", hint="use --prefix, or --from and --to")
 
     def rows() -> Iterator[Row]:
         with cli.owner() as store:
@@ -111,20 +111,26 @@ def scan(
             for key, value in islice(pairs, limit or None):
                 yield Row([_shown(key, hex_), _shown(value, hex_)], {"key": key, "value": value})
 
-    return Listing(columns=["key", "value"], rows=rows(), empty="no such keys")
+    return Listing(columns=["key", "value"], rows=rows(), empty="no matching keys")
 
 
 # ── looking after ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("stats", group, example="quire kv stats cart")
 def stats(cli: Cli, database: Database) -> Facts:
-    """Show what a database consists of."""
+    """Show the tables, levels and memory of a database."""
     with cli.owner() as store:
         figures = store.kv(database).stats()
     lines = [
-        ("keys, about", f"{figures.rows - 2 * figures.tombstones + figures.memtable_keys:,}"),
+        ("keys (approx.)", f"{figures.rows - 2 * figures.tombstones + figures.memtable_keys:,}"),
         ("last lsn", f"{figures.last_lsn:,}"),
         ("tables", f"{figures.tables:,}, {size(figures.table_bytes)}"),
-        ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(figures.levels) if count) or "none"),
+        (
+            "levels",
+            ", ".join(
+                f"level {number}: {count_of(count, 'table')}" for number, count in enumerate(figures.levels) if count
+            )
+            or "none",
+        ),
         ("in memory", f"{count_of(figures.memtable_keys, 'key')}, {size(figures.memtable_bytes)}"),
         ("manifest", f"version {figures.manifest_version:,}, {size(figures.manifest_log_bytes)} of log"),
     ]
@@ -133,7 +139,7 @@ def stats(cli: Cli, database: Database) -> Facts:
 
 @command("compact", group, example="quire kv compact cart")
 def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
-    """Merge all tables into one level. What was overwritten or deleted goes."""
+    """Merge all tables into one level. Overwritten and deleted values are removed."""
     need_runner(runner)
     with cli.owner() as store:
         job = store.heavy.compact(database, runner=runner)
@@ -147,7 +153,7 @@ def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
 
 @command("verify", group, example="quire kv verify cart")
 def verify(cli: Cli, database: Database) -> CliResult:
-    """Verify every byte of a database."""
+    """Read and verify every byte of a database."""
     from quire.lsm.verify import problems
 
     with cli.owner() as store:
@@ -157,7 +163,7 @@ def verify(cli: Cli, database: Database) -> CliResult:
     shown = Listing(
         columns=["rule", "what", "path"],
         rows=[Row([problem.rule, problem.what, problem.path or "-"], problem) for problem in damage],
-        empty=f"{database} is sound: {count_of(tables, 'table')} read",
+        empty=f"{database} has no damage: {count_of(tables, 'table')} read",
     )
     return CliResult(shown, PROBLEMS if damage else OK)
 
@@ -166,33 +172,31 @@ def verify(cli: Cli, database: Database) -> CliResult:
 def repair(
     cli: Cli,
     database: Database,
-    apply: Annotated[bool, Option("--apply", help="Apply the repair; otherwise it is only shown.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Apply the repair; without it, only show it.")] = False,
 ) -> CliResult:
     """Repair a database whose files are inconsistent.
 
-    Uses its tables and logs, what the store's manifest recorded of them, and copies in snapshots, forks and backups. Shows what
-    would be done and what cannot be saved; nothing is removed, what is left over goes to quarantine.
+    Uses its tables and logs, the records of them in the store's manifest, and copies in snapshots, forks and backups. Shows
+    what would be done and what is lost. Nothing is removed: files that are not needed go to quarantine.
     """
     with cli.owner() as store:
         report = store.kvs.repair(database, apply=apply, objects=store.namespaces.objects_of(database))
     if not report.is_needed:
-        return CliResult(Note(text=f"{database} is sound: nothing to repair", data=report), OK)
+        return CliResult(Note(text=f"{database} needs no repair", data=report), OK)
     lines = [
-        ("why", report.reason or "-"),
+        ("reason", report.reason or "-"),
         ("tables kept", f"{report.kept:,}"),
         ("from copies", ", ".join(report.brought_back) or "none"),
         ("from damaged tables", ", ".join(report.rewritten) or "nothing"),
         ("from logs", count_of(report.batches, "batch", "batches")),
         ("to quarantine", ", ".join(path for path, _ in report.moved) or "nothing"),
     ]
-    lost = Listing(
-        columns=["cannot be saved"], rows=[Row([text], text) for text in report.lost], empty="everything can be saved"
-    )
-    doubts = Listing(columns=["take care"], rows=[Row([text], text) for text in report.doubts], empty="")
+    lost = Listing(columns=["lost"], rows=[Row([text], text) for text in report.lost], empty="no data is lost")
+    doubts = Listing(columns=["warning"], rows=[Row([text], text) for text in report.doubts], empty="")
     done = (
-        f"{database} is repaired"
+        f"repaired {database}"
         if report.applied
-        else f"nothing was changed: `quire kv repair {database} --apply` does it"
+        else f"nothing was changed: run `quire kv repair {database} --apply` to apply it"
     )
     parts: list[Facts | Listing | Note] = [Facts(lines=lines, data=None), lost]
     parts += [doubts] if report.doubts else []
@@ -203,9 +207,9 @@ def repair(
 # ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("backup", group, example="quire kv backup cart")
 def backup(cli: Cli, database: Database, label: Label = "") -> Note:
-    """Copy a database to the object store. Tables that are there already are not sent again.
+    """Back up a database to the object store. Tables that are already there are not copied again.
 
-    Older backups of the same label go, but the newest 30 (`lsm.backups_kept` in quire.toml; 0 keeps all).
+    Only the newest 30 backups of a label are kept (`lsm.backups_kept` in quire.toml; 0 keeps all).
     """
     from quire.lsm import backup as lsm_backup  # loads Arrow, which reading and writing keys does without
 
@@ -231,7 +235,7 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
 @command("backups", group, example="quire kv backups cart")
 def list_backups(
     cli: Cli,
-    label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")],
+    label: Annotated[str, Argument(metavar="LABEL", help="The label of the backups.")],
     namespace: InNamespace = "",
 ) -> Listing:
     """List the backups in the object store, oldest first."""
@@ -251,19 +255,19 @@ def list_backups(
         )
         for copy in backups
     ]
-    return Listing(columns=[">lsn", "made", ">tables", ">size"], rows=rows, empty=f"{label} has no backups")
+    return Listing(columns=[">lsn", "created", ">tables", ">size"], rows=rows, empty=f"{label} has no backups")
 
 
 @command("prune", group, example="quire kv prune cart --keep 5 --yes")
 def prune(
     cli: Cli,
-    label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")],
-    keep: Annotated[int, Option("--keep", min=0, metavar="N", help="The newest so many stay; 0: none.")] = 1,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only show it.")] = False,
+    label: Annotated[str, Argument(metavar="LABEL", help="The label of the backups.")],
+    keep: Annotated[int, Option("--keep", min=0, metavar="N", help="Backups to keep; 0 for none.")] = 1,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show what would be removed.")] = False,
     yes: Yes = False,
     namespace: InNamespace = "",
 ) -> Note:
-    """Remove backups but the newest, and tables that no backup names."""
+    """Remove all but the newest backups, and tables that no backup needs."""
     from quire.lsm import backup as lsm_backup
 
     with cli.owner() as store:
@@ -279,7 +283,7 @@ def prune(
         )
         plan = prune_label(dry_run=True)
         what = f"{count_of(len(plan.backups), 'backup')} and {count_of(plan.tables, 'table')}, {size(plan.size_bytes)}"
-        stays = f"{count_of(plan.kept, 'backup')} of {label} {'stays' if plan.kept == 1 else 'stay'}"
+        stays = f"{count_of(plan.kept, 'backup')} of {label} {'remains' if plan.kept == 1 else 'remain'}"
         if dry_run or not (plan.backups or plan.tables):
             return Note(text=f"would remove {what}; {stays}" if dry_run else f"nothing to remove; {stays}", data=plan)
         if not yes:
@@ -293,13 +297,13 @@ def restore(
     cli: Cli,
     database: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
     label: Label = "",
-    lsn: Annotated[int, Option("--lsn", help="Of the backup.", show_default="the newest")] = 0,
+    lsn: Annotated[int, Option("--lsn", help="The lsn of the backup.", show_default="the newest")] = 0,
     store_id: Annotated[
-        str, Option("--store-id", metavar="ID", help="Another store's backups.", show_default="this one's")
+        str, Option("--store-id", metavar="ID", help="The store that made the backup.", show_default="this store")
     ] = "",
     namespace: InNamespace = "",
 ) -> Note:
-    """Make a database of a backup, of this store or another; in the namespace that the backup is in."""
+    """Create a database from a backup, in the namespace of the backup."""
     from quire.lsm import backup as lsm_backup
 
     with cli.owner() as store:
@@ -314,7 +318,7 @@ def restore(
             lambda target: lsm_backup.restore(place, chosen, OsDisk(), target),
             namespace_id=_namespace_at(store, place.url),
         )
-    text = f"restored {database} with id {db_id}, as {chosen.label} was at lsn {chosen.lsn}"
+    text = f"restored {database} with id {db_id}, from backup {chosen.label} at lsn {chosen.lsn}"
     return Note(text=text, data={"db_id": db_id, "backup": _backup_json(chosen)})
 
 
@@ -356,7 +360,7 @@ def _given(text: str, as_hex: bool) -> bytes:
     try:
         return bytes.fromhex(text.removeprefix("0x"))
     except ValueError:
-        raise InvalidInput("not hexadecimal", hint="two digits for each byte", given=text) from None
+        raise InvalidInput("not hexadecimal", hint="use two digits per byte", given=text) from None
 
 
 def _shown(data: bytes, as_hex: bool) -> str:

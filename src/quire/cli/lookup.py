@@ -42,9 +42,7 @@ Follow = Annotated[
     bool, Option("--follow", "-f", help="Continue with new records until Ctrl-C; JSON is one line per record.")
 ]
 
-At = Annotated[
-    str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a moment.", show_default="as it is now")
-]
+At = Annotated[str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a time.", show_default="now")]
 Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]
@@ -52,7 +50,10 @@ DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.
 Log = Annotated[
     str,
     Option(
-        "--log", metavar="STYLE", help="Write events to stderr: json or console.", show_default="QUIRE_LOG, or warnings"
+        "--log",
+        metavar="STYLE",
+        help="Write events to stderr: json or console.",
+        show_default="QUIRE_LOG, else warnings",
     ),
 ]
 
@@ -83,7 +84,7 @@ def need_no_number(name: str) -> None:
     """Refuse a snapshot's name that reads as an id (rule 2)."""
     digits = name.removeprefix("#")
     if digits.isdecimal():
-        hint = f"call it v{digits}, say; without a name it gets an id by itself"
+        hint = f"use v{digits}, for instance; a snapshot without a name gets an id"
         raise InvalidName("a snapshot name cannot be a number: it would be taken for an id", hint=hint, name=name)
 
 
@@ -134,11 +135,11 @@ def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
     for text in given:
         key, equals, value = text.partition("=")
         if not (equals and key.strip()):
-            raise InvalidInput("a tag is a key and a value", hint="say --tag key=value", given=text)
+            raise InvalidInput("a tag is a key and a value", hint="use --tag key=value", given=text)
         if key in tags:
-            raise InvalidInput("a tag is given twice", hint="name each key once", key=key)
+            raise InvalidInput("a tag is given twice", hint="give each key once", key=key)
         if key == reserved:
-            raise InvalidInput("this tag marks snapshots that the owner makes by itself", hint="use another", key=key)
+            raise InvalidInput("this tag is reserved for automatic snapshots", hint="use another key", key=key)
         tags[key] = value
     return tags
 
@@ -169,7 +170,7 @@ def need_pages(info: DatabaseInfo, what: str) -> None:
 def need_runner(runner: str) -> None:
     """Refuse an unknown runner."""
     if runner and runner not in RUNNERS:
-        raise InvalidInput("unknown runner", hint=f"one of: {', '.join(RUNNERS)}", runner=runner)
+        raise InvalidInput("unknown runner", hint=f"runners: {', '.join(RUNNERS)}", runner=runner)
 
 
 def log_to(style: str) -> None:
@@ -207,11 +208,11 @@ def version_of(where: Any, database: str, text: str) -> VersionRef:
             now_ms = SystemClock().now_ms()
             at_ms = moment_of(text, "--at", now_ms=now_ms)
         except InvalidInput:
-            also = "an epoch (3:4711) or a moment (15m, 2026-05-01T14:30) names a version, too"
+            also = "an epoch (3:4711) or a time (15m, 2026-05-01T14:30) also names a version"
             raise UnknownSnapshot(unknown.what, hint=f"{unknown.hint}; {also}", **unknown.where) from None
         if at_ms > now_ms:
             raise InvalidInput(
-                "this moment is in the future", hint="leave `--at` out for the newest version", given=text
+                "the time is in the future", hint="omit `--at` for the newest version", given=text
             ) from None
 
     return VersionRef(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))

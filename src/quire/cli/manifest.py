@@ -109,7 +109,7 @@ def _problems(manifest: ManifestStore) -> list[Problem]:
         with manifest.read() as txn:
             problems = propose(txn, list(check_rules(txn)))
     except QuireError as error:  # rule 1
-        problems.append(Problem("K1", f"the check could not go on: {error}"))
+        problems.append(Problem("K1", f"the check stopped: {error}"))
     return problems
 
 
@@ -143,7 +143,7 @@ def _verdict(
     shown = Listing(
         columns=["rule", "kind", "what"],
         rows=[
-            *(_problem_row(problem, "mended") for problem in mended),
+            *(_problem_row(problem, "repaired") for problem in mended),
             *(_problem_row(problem, _kind(problem)) for problem in problems),
         ],
         empty=f"all rules of the manifest hold{after}",
@@ -166,7 +166,7 @@ def _problem_row(problem: Problem, kind: str) -> Row:
 def _kind(problem: Problem) -> str:
     if problem.leak:
         return "leak"
-    return "mendable" if problem.fix is not None else "damage"
+    return "repairable" if problem.fix is not None else "damage"
 
 
 def _line(problem: Problem) -> str:
@@ -182,14 +182,14 @@ def _advice(cli: Cli, problems: Sequence[Problem]) -> str:
         return ""
     stuck = sum(problem.fix is None for problem in damage)
     if stuck == len(damage):
-        return f"{'It cannot' if stuck == 1 else 'None of it can'} be mended: {RESTORE}."
+        return f"{'It cannot' if stuck == 1 else 'None of it can'} be repaired: {RESTORE}."
     root = os.path.abspath(cli.path)
     copy = f"cp -r {shlex.quote(root)} {shlex.quote(root + '.copy')}"
     lines = [f"Copy the store first, while no process owns it (a hot copy: docs/operations.md):\n  {copy}"]
     how = f"quire manifest check --repair{' --partial' if stuck else ''} --store {shlex.quote(root)}"
     if stuck:
-        lines.insert(0, f"{stuck:,} of {len(damage):,} cannot be mended: {RESTORE}, or mend the rest.")
-    return "\n".join([*lines, f"Then mend {'the rest' if stuck else 'it'}:\n  {how}"])
+        lines.insert(0, f"{stuck:,} of {len(damage):,} cannot be repaired: {RESTORE}, or repair the rest.")
+    return "\n".join([*lines, f"Then repair {'the rest' if stuck else 'it'}:\n  {how}"])
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,19 +219,19 @@ def tables(cli: Cli) -> Listing:
 @command("dump", group, example="quire manifest dump chunk_catalog --limit 5 --json")
 def dump(
     cli: Cli,
-    table: Annotated[str, Argument(metavar="TABLE", help="A name that `quire manifest tables` lists.")],
-    limit: Annotated[int, Option(min=0, metavar="N", help="Rows at most; 0: no limit.")] = 20,
+    table: Annotated[str, Argument(metavar="TABLE", help="A table's name; `quire manifest tables` lists them.")],
+    limit: Annotated[int, Option(min=0, metavar="N", help="Maximum number of rows; 0 for all.")] = 20,
 ) -> Listing:
     """Show the rows of a table, decoded.
 
-    As text only the fields that differ from their defaults, as JSON all of them. A chain of slot_leaf reads
-    SLOTS base:GENERATION@LSN + delta-ID:GENERATION@LSN.
+    Text shows the fields that differ from their defaults, JSON all of them. In slot_leaf a chain is shown as SLOTS
+    base:GENERATION@LSN + delta-ID:GENERATION@LSN.
     """
     try:
         chosen = table_named(table)
     except InvalidInput as error:
         raise InvalidInput(
-            error.what, hint=f"`quire manifest tables` explains them; {error.hint}", **error.where
+            error.what, hint=f"`quire manifest tables` describes them; {error.hint}", **error.where
         ) from error
     return Listing(columns=["key", "record"], rows=_rows(cli, chosen, limit), empty=f"{table} is empty")
 

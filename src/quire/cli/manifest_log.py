@@ -58,19 +58,19 @@ Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name, or i
 def inspect(
     cli: Cli,
     stream: Stream,
-    start: Annotated[int | None, Option("--from", min=0, metavar="CHUNK", help="Begin with this chunk.")] = None,
-    limit: Annotated[int, Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 100,
-    minimal: Annotated[bool, Option("--minimal", help="Only the records that the state is made of.")] = False,
+    start: Annotated[int | None, Option("--from", min=0, metavar="CHUNK", help="First chunk.")] = None,
+    limit: Annotated[int, Option(min=0, metavar="N", help="Maximum number of records; 0 for all.")] = 100,
+    minimal: Annotated[bool, Option("--minimal", help="Only the records that define the current state.")] = False,
 ) -> Listing:
     """Show the records of a stream's manifest log."""
     stream_id, _ = _one(cli, stream)
     if minimal:
         if start is not None:
-            raise InvalidInput("the state is that of the whole log", hint="leave out --from or --minimal")
+            raise InvalidInput("`--minimal` shows the state of the whole log", hint="omit --from or --minimal")
         return Listing(
             columns=["record", ">segment", "says"],
             rows=_minimal(cli, stream_id, limit),
-            empty=f"the manifest log of {stream} knows no segment",
+            empty=f"the manifest log of {stream} has no segments",
         )
     return Listing(
         columns=["at", "record", ">segment", "tier 2", "says"],
@@ -81,13 +81,13 @@ def inspect(
 
 def verify(
     cli: Cli,
-    stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
-    shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
+    stream: Annotated[str, Argument(metavar="[STREAM]", help="The stream's name.", show_default="default: all")] = "",
+    shallow: Annotated[bool, Option("--shallow", help="Do not read whole objects.")] = False,
     runner: Runner = "",
 ) -> CliResult:
-    """Hold manifest logs to their rules, many at once.
+    """Check manifest logs against their rules, many at once.
 
-    Exit code 1 if one is broken.
+    Exit code 1 if a rule is broken.
     """
     need_runner(runner)
     streams = _streams(cli, stream)
@@ -114,7 +114,7 @@ def verify(
     rows = [
         _problem(problem, stream_id, names[stream_id]) for stream_id, problem in sorted(problems, key=lambda it: it[0])
     ]
-    sound = f"{count_of(len(streams), 'manifest log')} kept all rules"
+    sound = f"{count_of(len(streams), 'manifest log')} checked: all rules hold"
     shown = Listing(
         columns=["stream", "rule", "kind", "what"],
         rows=rows,
@@ -126,11 +126,11 @@ def verify(
 
 def mode(
     cli: Cli,
-    wanted: Annotated[str, Argument(metavar="[MODE]", help="off, shadow or on; shown if none is named.")] = "",
+    wanted: Annotated[str, Argument(metavar="[MODE]", help="off, shadow or on; without it, the mode is shown.")] = "",
 ) -> Note:
-    """Show or change how much the manifest logs of all streams are believed.
+    """Show or change how manifest logs of streams are used: off, shadow or on.
 
-    The change is remembered in the store and counts before quire.toml. Streams that are open follow at once.
+    The change is stored in the store, overrides quire.toml and applies to open streams at once.
     """
     with cli.owner() as store:
         engine = store.streams
@@ -145,17 +145,17 @@ def mode(
 def mirror(
     cli: Cli,
     stream: Stream,
-    directory: Annotated[str, Argument(metavar="DIRECTORY", help="Where the copy is; another store's is refused.")],
+    directory: Annotated[str, Argument(metavar="DIRECTORY", help="Directory of the copy; must not be a store.")],
     follow: Follow = False,
 ) -> Note | CliResult:
     """Copy a stream from its object store: its manifest log and its sealed segments.
 
-    Run it again, or with --follow, to go on where it ended. Works beside the owner, which it never asks.
+    Run it again, or with --follow, to continue where it stopped. It reads only the object store, never the owner.
     """
     stream_id, name = _one(cli, stream)
     root = os.path.abspath(directory)
     if os.path.exists(os.path.join(root, MANIFEST)):
-        raise InvalidInput("the directory is a store", hint="name another one", directory=root)
+        raise InvalidInput("the directory is a store", hint="use another directory", directory=root)
     with _stores(cli) as stores:
         _, objects = _log(cli, stores, stream_id)
         follower = LogFollower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
@@ -172,19 +172,19 @@ def mirror(
             return CliResult(None, OK)
         moved = [row.data["what"] for row in rows()]
         fetched, removed = moved.count("fetched"), moved.count("removed")
-    text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} known"
+    text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} in the log"
     data = {"fetched": fetched, "removed": removed, "segments": len(follower.index), "next_chunk": follower.next_chunk}
     return Note(text=text, data=data)
 
 
 def bundle(
     cli: Cli,
-    stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
+    stream: Annotated[str, Argument(metavar="[STREAM]", help="The stream's name.", show_default="default: all")] = "",
     runner: Runner = "",
 ) -> Note:
-    """Make one object of each week's old chunks of manifest logs.
+    """Bundle old chunks of manifest logs into one object per week.
 
-    The owner's upkeep does it too.
+    Maintenance does the same in the background.
     """
     need_runner(runner)
     if stream:

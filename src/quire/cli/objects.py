@@ -18,16 +18,16 @@ from quire.store.namespaces import namespaces
 objects = Group("objects")
 namespace = Group("namespace")
 
-Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as its section in quire.toml has it.")]
+Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as in its section of quire.toml.")]
 
 
 @command("takeover", example="quire takeover --store ./restored --yes")
 def takeover(cli: Cli, yes: Yes = False) -> Note:
     """Make this directory the owner of its bucket.
 
-    For a copy or a restored backup of a store. It begins a new owner epoch: new objects get names of their own. The previous
-    owner, if it still runs, is fenced: it deletes nothing more, and puts nothing more after a minute. Nothing in the bucket is
-    overwritten or removed.
+    Use it after a store was copied or restored from a backup. It begins a new owner epoch, in which objects get new names. The
+    previous owner, if it still runs, is fenced: it deletes nothing more, and writes nothing more after a minute. Nothing in
+    the bucket is overwritten or removed.
     """
     if not yes:
         question = f"take over the objects of {cli.path}? Any other copy of the store that writes there is fenced."
@@ -42,10 +42,10 @@ def takeover(cli: Cli, yes: Yes = False) -> Note:
 
 @command("moved", objects, example="quire objects moved --yes")
 def moved(cli: Cli, yes: Yes = False) -> Note:
-    """Accept that the objects were copied to where quire.toml says now.
+    """Accept the new location of the objects in quire.toml.
 
-    First copy all objects under their names, then edit `object_store`, then run this. It looks for some of the objects that the
-    manifest knows, and changes nothing if one is missing.
+    First copy all objects with their keys, then edit `object_store`, then run this. It checks that some of the objects in the
+    manifest exist there, and changes nothing if one is missing.
     """
     if not yes:
         question = f"have all objects been copied to {cli.settings().object_store or 'objects/'}?"
@@ -61,11 +61,11 @@ def moved(cli: Cli, yes: Yes = False) -> Note:
 def create_namespace(
     cli: Cli,
     name: Name,
-    url: Annotated[str, Argument(metavar="URL", help="Where its objects go: a path, s3://…, gs://…, az://…")],
+    url: Annotated[str, Argument(metavar="URL", help="Location of its objects: a path, s3://…, gs://…, az://…")],
 ) -> Note:
-    """Register a place for the objects of databases that are created with `--namespace NAME`.
+    """Register a location for objects. Databases use it with `quire create --namespace NAME`.
 
-    Nothing is contacted. Endpoint and credentials are set in `[namespaces.NAME]` of quire.toml.
+    The location is not contacted. Endpoint and credentials are set in `[namespaces.NAME]` of quire.toml.
     """
     url = url if "://" in url else os.path.abspath(url)
     with cli.owner() as store:
@@ -75,7 +75,7 @@ def create_namespace(
 
 @command("ls", namespace, example="quire namespace ls")
 def list_namespaces(cli: Cli) -> Listing:
-    """List the namespaces, and who uses them."""
+    """List the namespaces and the databases that use them."""
     with cli.reader() as manifest, manifest.read() as txn:
         infos = namespaces(txn)
     rows = []
@@ -92,7 +92,7 @@ def list_namespaces(cli: Cli) -> Listing:
 
 @command("drop", namespace, example="quire namespace drop cold --yes")
 def drop_namespace(cli: Cli, name: Name, yes: Yes = False) -> Note:
-    """Drop a namespace that no database uses. Nothing in its bucket is touched."""
+    """Drop a namespace that no database uses. Its bucket is not changed."""
     if not yes:
         confirm(f"drop the namespace {name}?", "nothing was dropped", {"dropped": None})
     with cli.owner() as store:

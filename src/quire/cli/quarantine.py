@@ -23,7 +23,7 @@ from quire.durable.names import LOCK
 from quire.durable.quarantine import entries, remove
 from quire.durable.quarantine import restore as put_back
 
-Number = Annotated[int, Argument(metavar="NUMBER", min=1, help="Its number, as `quire quarantine ls` has it.")]
+Number = Annotated[int, Argument(metavar="NUMBER", min=1, help="Its number in `quire quarantine ls`.")]
 
 
 group = Group("quarantine")
@@ -31,7 +31,7 @@ group = Group("quarantine")
 
 @command("ls", group, example="quire quarantine ls")
 def ls(cli: Cli) -> Listing:
-    """List quarantined files: where they were, when they were moved, and why."""
+    """List quarantined files, with their original paths and reasons."""
     rows = [
         Row(
             [str(entry.number), moment(entry.moved_ms), size(entry.size_bytes), entry.path or "-", entry.why],
@@ -54,7 +54,7 @@ def ls(cli: Cli) -> Listing:
 def restore(cli: Cli, number: Number) -> Note:
     """Put a file back where it was.
 
-    Nothing takes it up by itself: `quire stream repair` and `quire kv repair` do, for what belongs to their databases.
+    The file is not used until `quire stream repair` or `quire kv repair` of its database.
     """
     with _owned(cli) as root:
         entry = put_back(OsDisk(), root, number)
@@ -64,10 +64,12 @@ def restore(cli: Cli, number: Number) -> Note:
 @command("rm", group, example="quire quarantine rm 2 --yes")
 def rm(
     cli: Cli,
-    numbers: Annotated[list[int] | None, Argument(metavar="NUMBER...", help="Their numbers.")] = None,
+    numbers: Annotated[
+        list[int] | None, Argument(metavar="NUMBER...", help="Numbers in `quire quarantine ls`.")
+    ] = None,
     yes: Yes = False,
 ) -> Note:
-    """Remove files in quarantine for good."""
+    """Delete files in quarantine permanently."""
     if not numbers:
         raise InvalidInput("no files were named", hint="`quire quarantine ls` lists them by number")
     if not yes:

@@ -68,10 +68,10 @@ PATHS = {
 
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
-    "serve.serve": "a store has one owner, which may serve by itself (`store.serve()`): `quire doctor` says who it is",
-    "objects.takeover": "this directory has an owner already: stop that process first",
-    "objects.moved": "stop the owner first: it writes to the place it knows",
-    "manifest.check": "a store is repaired by its only process: stop the owner first",
+    "serve.serve": "a store has one owner, which can itself serve (`store.serve()`): `quire doctor` shows it",
+    "objects.takeover": "this directory already has an owner: stop that process first",
+    "objects.moved": "stop the owner first: it writes to the old location",
+    "manifest.check": "stop the owner first: a repair needs the store for itself",
 }
 """What to do where a command is not done there."""
 
@@ -185,9 +185,7 @@ def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
 def run_here(store: Store, command: RemoteCommand) -> CommandResult:
     """Run a command for somebody else: what `quire serve` lends to its service."""
     if not _is_listed(command.function):
-        raise InvalidInput(
-            "this command is not done at the owner", hint="stop the owner first", command=command.function
-        )
+        raise InvalidInput("the owner does not run this command", hint="stop the owner first", command=command.function)
     module, _, name = command.function.partition(".")
     body = getattr(import_module(f"quire.cli.{module}"), name)
     before = ELSEWHERE.set(command.answer)
@@ -208,9 +206,7 @@ def _joined(parts: Any) -> str:
     for part in parts:
         size += len(part)
         if size > ANSWER_CHARACTERS_MAX:
-            raise InvalidInput(
-                "this is too much for one answer", hint="ask for less with --limit", max=ANSWER_CHARACTERS_MAX
-            )
+            raise InvalidInput("the output is too long for one reply", hint="use --limit", max=ANSWER_CHARACTERS_MAX)
         texts.append(part)
     return "".join(texts)
 
@@ -229,7 +225,7 @@ class AtOwner(Cli):
         """The options are the owner's own affair, but for the grace."""
         if options.get("grace_seconds") is not None:
             raise Conflict(
-                "the owner keeps the grace for its readers", hint="leave `--now` out, or stop the owner first"
+                "the owner keeps the grace period for its readers", hint="omit `--now`, or stop the owner first"
             )
         lent: Any = KeepOpen(self.store)
         return lent  # type: ignore[no-any-return]

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from quire.store.store import Store
 
 AnyDatabase = Annotated[str, Argument(metavar="[DB]", help="The database's name.", show_default=False)]
-All = Annotated[bool, Option("--all", help="Every database that has a policy, in one run.")]
-DryRun = Annotated[bool, Option("--dry-run", help="Only show what would go.")]
+All = Annotated[bool, Option("--all", help="All databases with retention rules, in one run.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be dropped.")]
 
 
 NAMED_MAX = 5
 """Snapshots that a question names."""
 
-NO_POLICY = "no database has a retention policy: `quire retention set` gives it one"
+NO_POLICY = "no database has a retention policy: set one with `quire retention set`"
 
-ENDED = "another job was at it, and has just ended"
+ENDED = "another job was applying it, and has just ended"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ group = Group("retention")
 # ── the policy ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("show", group, example="quire retention show shop")
 def show(cli: Cli, database: Database) -> Facts:
-    """Show the rules of a database."""
+    """Show the retention rules of a database."""
     with cli.reader() as manifest:
         policy_plan = manifest.retention.plan(database)
     return Facts(lines=_facts(database, policy_plan), data=_policy_json(database, policy_plan))
@@ -78,25 +78,23 @@ def show(cli: Cli, database: Database) -> Facts:
 def set_(
     cli: Cli,
     database: Database,
-    keep_last: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest N.")] = None,
+    keep_last: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest N snapshots.")] = None,
     keep_generations: Annotated[
-        int | None, Option(min=0, metavar="N", help="Keep those of the newest N checkpoint generations.")
+        int | None, Option(min=0, metavar="N", help="Keep snapshots of the newest N generations.")
     ] = None,
-    hourly: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of N hours.")] = None,
-    daily: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of N days.")] = None,
-    weekly: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of N weeks.")] = None,
-    keep: Annotated[str | None, Option(metavar="30d", help="Keep what is younger: 90s, 15m, 2h, 7d.")] = None,
-    keep_named: Annotated[
-        bool | None, Option("--keep-named/--no-keep-named", help="Keep those that a person named.")
-    ] = None,
+    hourly: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of each of N hours.")] = None,
+    daily: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of each of N days.")] = None,
+    weekly: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of each of N weeks.")] = None,
+    keep: Annotated[str | None, Option(metavar="30d", help="Keep snapshots younger than this: 90s, 2h, 7d.")] = None,
+    keep_named: Annotated[bool | None, Option("--keep-named/--no-keep-named", help="Keep named snapshots.")] = None,
     schedule: Annotated[
-        str | None, Option(metavar="hourly,daily", help="Make these by itself: hourly, daily, weekly; or none.")
+        str | None, Option(metavar="hourly,daily", help="Create snapshots hourly, daily, weekly, or none.")
     ] = None,
 ) -> Facts:
-    """Change rules of a database; others stay as they are.
+    """Change retention rules of a database; rules that are not named stay.
 
-    0 ends a rule. Nothing is dropped yet. A snapshot is kept if any rule keeps it; without a rule every one is. The owner of
-    the store applies the rules about once a minute.
+    0 removes a rule. A snapshot is kept if any rule keeps it; without rules all are kept. This command drops nothing: the
+    owner of the store applies the rules about once a minute.
     """
     asked: dict[str, Any] = {
         "keep_last": keep_last,
@@ -110,7 +108,7 @@ def set_(
     }
     changes = {name: value for name, value in asked.items() if value is not None}
     if not changes:
-        raise InvalidInput("no rule was named", hint="`quire retention set --help` lists them")
+        raise InvalidInput("no rule was given", hint="`quire retention set --help` lists them")
     if too_large := [name for name, value in changes.items() if isinstance(value, int) and value > 2**32]:
         raise InvalidInput("a rule is a number below 2³²", hint="0 ends a rule", rules=too_large)
     with cli.owner() as store:
@@ -183,12 +181,12 @@ def apply(
     database: AnyDatabase = "",
     every: All = False,
     dry_run: DryRun = False,
-    force: Annotated[bool, Option("--force", help="Even if no snapshot is left.")] = False,
+    force: Annotated[bool, Option("--force", help="Drop even the last snapshots of a database.")] = False,
     yes: Yes = False,
 ) -> Note | CliResult | Report | Listing:
     """Drop the snapshots that no rule keeps, now.
 
-    Of a database, or of all that have a policy: each gets a job if there is something to drop (`quire jobs ls`).
+    Each database with snapshots to drop gets a job (`quire jobs ls`).
     """
     if bool(database) == every:
         raise InvalidInput("name a database, or use `--all`", hint="`quire ls` lists the databases")
@@ -210,7 +208,7 @@ def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note:
         if policy_plan.needs_force and not force:
             raise WouldDropEverything(
                 "no rule keeps any snapshot of the database; nothing was dropped",
-                hint=f"keep more (`quire retention set {shlex.quote(database)} …`), or say `--force`",
+                hint=f"keep more (`quire retention set {shlex.quote(database)} …`), or use `--force`",
                 database=database,
                 snapshots=len(policy_plan.dropped),
             )
@@ -230,9 +228,9 @@ def _ended(store: Store, going: _Going, force: bool) -> Job:
     jobs = _run([going], store, force)
     if not jobs:
         job_id, worker = _holder(store.manifest, going.plan.db_id)
-        hint = f"`quire jobs show {job_id}` says how far it is, `quire jobs cancel {job_id}` ends it"
+        hint = f"`quire jobs show {job_id}` shows its progress, `quire jobs cancel {job_id}` cancels it"
         raise JobAlreadyPending(
-            "the rules of the database are being applied by another job, so nothing was dropped here",
+            "another job is applying the rules of the database; nothing was dropped",
             hint=hint if job_id else "it has just ended: run the command again",
             database=going.database,
             job_id=job_id,
@@ -307,10 +305,10 @@ def _plan_all(cli: Cli) -> Listing:
     ]
     closing = [f"{len(rows):,} of {count_of(known, 'database')} with a policy would lose {_number(going)}."]
     if alone := [item for item in going if item.plan.needs_force]:
-        closing.append(f"{count_of(len(alone), 'database')} would have none left: only with `--force`.")
+        closing.append(f"{count_of(len(alone), 'database')} would have none left and need `--force`.")
     closing.append("Drop them now: `quire retention apply --all`.")
     return Listing(
-        columns=["database", ">snapshots", ">would go", ">only they hold"],
+        columns=["database", ">snapshots", ">would drop", ">exclusive"],
         rows=rows,
         empty=_nothing(known),
         closing="\n".join(closing) if rows else "",
@@ -340,7 +338,7 @@ def _question_of_all(chosen: list[_Going], refused: list[_Going]) -> str:
     if every:
         words += f" (EVERY snapshot of {every:,} of them)"
     if refused:
-        words += f", leave {len(refused):,} alone that would have none left"
+        words += f", skipping {len(refused):,} that would have none left"
     return f"{words}, {share_clause(_sum(chosen), 2)}?"
 
 
@@ -360,9 +358,9 @@ def _apply_report(
     dropped = sum(result["dropped"] for result in done.values())
     text = f"dropped {count_of(dropped, 'snapshot')} of {count_of(len(done), 'database')}{share_later(share)}"
     rows = [
-        *([item.database, "refused", "no rule keeps any of its snapshots: say `--force`"] for item in refused),
+        *([item.database, "refused", "no rule keeps any of its snapshots: use `--force`"] for item in refused),
         *([names[job.db_id], "failed", error] for job, error in errors),
-        *([name, "left", f"job {job_id} is at it" if job_id else ENDED] for name, (job_id, _) in taken.items()),
+        *([name, "left", f"job {job_id} is applying it" if job_id else ENDED] for name, (job_id, _) in taken.items()),
     ]
     table = Listing(columns=["database", "verdict", "why"], rows=[Row(cells, None) for cells in rows])
     data = {
@@ -411,7 +409,7 @@ def _facts(database: str, policy_plan: RetentionPlan) -> list[tuple[str, str]]:
     return [
         ("database", database),
         ("keeps", "; ".join(rules) or "every snapshot (no rules)"),
-        ("makes", f"{schedules} snapshots" if schedules else "no automatic snapshots"),
+        ("creates", f"{schedules} snapshots" if schedules else "no automatic snapshots"),
         ("now", _verdict_text(policy_plan)),
     ]
 
@@ -423,9 +421,9 @@ def _rules(policy: RetentionRecord | None) -> list[str]:
     if policy.keep_last:
         rules.append(f"the newest {policy.keep_last:,}")
     if policy.keep_generations:
-        rules.append(f"those of the last {count_of(policy.keep_generations, 'generation')}")
+        rules.append(f"snapshots of the last {count_of(policy.keep_generations, 'generation')}")
     if policy.keep_seconds:
-        rules.append(f"what is younger than {duration(policy.keep_seconds)}")
+        rules.append(f"snapshots younger than {duration(policy.keep_seconds)}")
     units = ((policy.hourly, "hour"), (policy.daily, "day"), (policy.weekly, "week"))
     if times := [count_of(number, unit) for number, unit in units if number]:
         rules.append(f"the newest of each of the last {', '.join(times)}")

@@ -30,15 +30,15 @@ def serve(
         str,
         Option(
             metavar="ADDRESS",
-            help="grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH, beside the store's own socket.",
+            help="grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH, in addition to the store's socket.",
             show_default="the store's socket only",
         ),
     ] = "",
     admin_token: Annotated[
-        str, Option(metavar="FILE", help="Token for everything; made if missing.", show_default="in the store")
+        str, Option(metavar="FILE", help="Token for full access; created if missing.", show_default="in the store")
     ] = "",
     read_token: Annotated[
-        str, Option(metavar="FILE", help="Token for reading; made if missing.", show_default="in the store")
+        str, Option(metavar="FILE", help="Token for reading; created if missing.", show_default="in the store")
     ] = "",
     tls_cert: Annotated[str, Option(metavar="FILE", help="Certificate (PEM), for grpc+tls and https.")] = "",
     tls_key: Annotated[str, Option(metavar="FILE", help="Its key (PEM).")] = "",
@@ -47,15 +47,15 @@ def serve(
         Option(
             metavar="ADDRESS",
             help="HOST:PORT or https://HOST:PORT for the dashboard and /metrics.",
-            show_default="neither",
+            show_default="none",
         ),
     ] = "",
     log: Log = "",
 ) -> Note:
     """Own a store and serve it to other processes.
 
-    Until Ctrl-C or SIGTERM. On the network every call shows a token: `quire.connect(ADDRESS, token_file=…)`.
-    With --http 127.0.0.1:7448 a browser on this machine shows the store.
+    It runs until Ctrl-C or SIGTERM. On the network every call needs a token: `quire.connect(ADDRESS, token_file=…)`. With
+    --http 127.0.0.1:7448 the dashboard is at http://127.0.0.1:7448.
     """
     from quire.service.server import Credentials, Server
     from quire.service.web.server import WebServer

@@ -61,11 +61,11 @@ def create(
     cli: Cli,
     database: Database,
     name: Annotated[
-        str, Argument(metavar="[NAME]", help="The snapshot's name.", show_default="none: it gets an id only")
+        str, Argument(metavar="[NAME]", help="The snapshot's name.", show_default="default: none, only an id")
     ] = "",
-    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="A tag to store with it; repeatable.")] = [],  # noqa: B006
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="A tag; repeatable.")] = [],  # noqa: B006
 ) -> Note:
-    """Create a snapshot of a database. Nothing is copied, however large it is."""
+    """Create a snapshot of a database. Nothing is copied, whatever the size."""
     need_no_number(name)
     tags: dict[str, str] = {}
     if tag:
@@ -82,12 +82,14 @@ def fork(
     database: Database,
     new: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
     at: At = "",
-    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Beside its source's; repeatable.")] = [],  # noqa: B006
+    tag: Annotated[
+        list[str], Option("--tag", metavar="KEY=VALUE", help="A tag, added to those of DB; repeatable.")
+    ] = [],  # noqa: B006
 ) -> Note:
-    """Create a database from another one, as it is or was.
+    """Fork a database: create a copy that shares its data.
 
-    The two share everything until one of them changes it; nothing is copied, however large it is. A version is a snapshot, an
-    epoch (3:4711, as exports print it) or a moment (15m ago, or a date).
+    The two share all data until one of them changes it; nothing is copied, whatever the size. VERSION is a snapshot, an epoch
+    (3:4711, as exports print it) or a time (15m for 15 minutes ago, or a date).
     """
     with cli.keeper() as store:
         info = store.database(database)
@@ -170,7 +172,7 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
         ("WAL", f"{count_of(info.pins, 'segment')} pinned, {size(detail.wal_bytes)}"),
         ("exclusive", share_words(share) if share.artifacts else "nothing: everything is shared"),
         ("forks", ", ".join(children) or "none"),
-        *([("is", whom)] if (whom := purpose(info.tags)) else []),
+        *([("purpose", whom)] if (whom := purpose(info.tags)) else []),
         ("tags", tags_text(info.tags) or "none"),
     ]  # fmt: skip
     data = {
@@ -187,7 +189,7 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
 
 @command("drop", group, example="quire snapshot drop shop monday --yes")
 def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note:
-    """Drop a snapshot. Data that only it holds is deleted, a minute later at the earliest."""
+    """Drop a snapshot. Data that only it refers to is deleted after a minute or more."""
     with cli.owner() as store:
         info = snapshot_named(store.manifest, database, snapshot)
         with store.manifest.read() as txn:
@@ -223,14 +225,14 @@ def diff(
     cli: Cli,
     database: Database,
     before: Annotated[str, Argument(metavar="A", help="A snapshot's name or id, or `now`.")],
-    after: Annotated[str, Argument(metavar="[B]", help="Another one.", show_default=NOW)] = NOW,
-    of: Annotated[str, Option("--of", metavar="OTHERDB", help="B is a version of this database: a fork, say.")] = "",
-    limit: Annotated[int, Option(min=0, metavar="N", help="Slots shown; 0: all of them.")] = 20,
+    after: Annotated[str, Argument(metavar="[B]", help="As A.", show_default=f"default: {NOW}")] = NOW,
+    of: Annotated[str, Option("--of", metavar="OTHERDB", help="B is a version of this database, such as a fork.")] = "",
+    limit: Annotated[int, Option(min=0, metavar="N", help="Slots to list; 0 for all.")] = 20,
 ) -> Report:
     """Show what differs between two versions.
 
-    That is slots, chunks, pages, and the WAL that only one of them pins. Versions are compared by what they share, so no
-    page is read. Of a database that is being written, `now` is what its owner has sealed: at most a minute ago.
+    Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share what is equal. For a
+    database that is being written, `now` is the last sealed WAL segment, at most a minute old.
     """
     with cli.reader() as manifest:
         first = _version(manifest, database, before)
@@ -242,7 +244,7 @@ def diff(
         unsealed = [side.database for side in (first, second) if not side.snapshot_id and _is_open(manifest, side)]
     lines = _summary(first, second, difference, added, removed)
     if unsealed:
-        lines.append(("not included", f"the open WAL segment of {unsealed[0]}, which its owner seals within a minute"))
+        lines.append(("not included", f"the open WAL segment of {unsealed[0]}, which is sealed within a minute"))
     facts = Facts(lines=lines, data=None)
     data = {
         "before": asdict(first),
@@ -321,11 +323,11 @@ def _summary(
 
 
 def _pages_text(difference: SnapshotDiff, size_pages: int) -> str:
-    besides = ", besides what is in the WAL" if difference.pins_added or difference.pins_removed else ""
+    besides = ", and those in the WAL" if difference.pins_added or difference.pins_removed else ""
     known = sum(len(slot.pages) for slot in difference.slots if slot.pages is not None)
     if difference.pages == known and any(slot.pages is None for slot in difference.slots):
-        return "any of the slots: nobody has opened the database yet, so its page size is open"
-    return f"{count_of(min(difference.pages, size_pages) if size_pages else difference.pages, 'page')} at most{besides}"
+        return "any in these slots: the page size is not set before the database is first opened"
+    return f"at most {count_of(min(difference.pages, size_pages) if size_pages else difference.pages, 'page')}{besides}"
 
 
 def _slot_cells(slot: SlotDiff) -> list[str]:
@@ -345,7 +347,7 @@ def about(snapshot: SnapshotInfo) -> str:
 def purpose(tags: Mapping[str, str]) -> str:
     """What a snapshot that no person created is for; empty for any other."""
     if tags.items() >= LENT_TAGS.items():
-        return "lent to a query (Spark, or another reader)"
+        return "held by a query (Spark or another reader)"
     return "for time travel" if WINDOW_TAG in tags else ""
 
 
@@ -378,4 +380,4 @@ def share_clause(share: ExclusiveShare, holders: int = 1) -> str:
 
 def share_later(share: ExclusiveShare) -> str:
     """What a drop has led to, for the end of a sentence."""
-    return f"; {share_words(share)} will be deleted (`quire gc --dry-run` says when)" if share.artifacts else ""
+    return f"; {share_words(share)} will be deleted (see `quire gc --dry-run`)" if share.artifacts else ""

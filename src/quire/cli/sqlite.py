@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 INTERVAL_SECONDS_MIN = 0.01
 
 File = Annotated[str, Argument(metavar="FILE", help="The SQLite database file.")]
-Name = Annotated[str, Argument(metavar="[DB]", help="The database's name here.", show_default="as the file is called")]
+Name = Annotated[str, Argument(metavar="[DB]", help="The database's name.", show_default="default: the file's name")]
 
 
 group = Group("sqlite")
@@ -44,12 +44,12 @@ def import_(
     cli: Cli,
     file: File,
     name: Name = "",
-    lock: Annotated[bool, Option("--lock/--no-lock", help="Whether to keep programs from writing meanwhile.")] = True,
+    lock: Annotated[bool, Option("--lock/--no-lock", help="Keep other programs from writing meanwhile.")] = True,
 ) -> Note:
     """Import a SQLite database, with its -wal file.
 
-    It becomes a new database, or a new version of one: then only the pages that differ are written. Other programs may use the
-    file meanwhile. What was written is read back and compared.
+    It becomes a new database, or a new version of an existing one, of which only the changed pages are written. Other programs
+    may read the file meanwhile. The result is read back and compared.
     """
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
@@ -71,11 +71,11 @@ def export(
     out: Annotated[str, Argument(metavar="OUT", help="The file to write.")],
     at: At = "",
     force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
-    check: Annotated[bool, Option("--check", help="Have SQLite check it (integrity_check).")] = False,
+    check: Annotated[bool, Option("--check", help="Run SQLite's integrity_check on it.")] = False,
 ) -> Note:
     """Export a version of a database to an ordinary SQLite file.
 
-    The file appears when it is whole, synced, and was read back and compared.
+    The file appears only when it is complete, synced, and has been read back and compared.
     """
     with cli.owner(upkeep=True) as store:
         need_pages(store.database(database), "can be exported")
@@ -103,25 +103,24 @@ def follow(
     cli: Cli,
     file: File,
     name: Name = "",
-    once: Annotated[bool, Option("--once", help="Take over what is new, and end.")] = False,
-    interval: Annotated[float, Option(metavar="SECONDS", help="Between two looks at the file.")] = 0.25,
+    once: Annotated[bool, Option("--once", help="Copy new transactions and exit.")] = False,
+    interval: Annotated[float, Option(metavar="SECONDS", help="Time between two checks of the file.")] = 0.25,
     log: Log = "",
 ) -> Note:
     """Follow a SQLite file that another program writes.
 
-    Until Ctrl-C, or `--once`. Each of its transactions becomes a version here, as soon as it is seen. The program is not
-    disturbed.
+    Each of its transactions becomes a version of the database. The other program is not disturbed. It runs until Ctrl-C.
 
-    Beside a `quire serve` of the store the server does it, until `quire sqlite unfollow DB`, also after its next start.
+    If `quire serve` owns the store, the server follows the file, also after a restart, until `quire sqlite unfollow DB`.
     """
     log_to(log)
     if not interval >= INTERVAL_SECONDS_MIN:
-        hint = f"say {INTERVAL_SECONDS_MIN} or more"
-        raise InvalidInput("`--interval` takes seconds", hint=hint, given=interval)
+        hint = f"use {INTERVAL_SECONDS_MIN} or more"
+        raise InvalidInput("`--interval` is too short", hint=hint, given=interval)
     if ELSEWHERE.get() is not None and not once:
         with cli.owner() as store:
             kept = store.followers.follow(file, name, interval_seconds=interval)
-        text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` ends it"
+        text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` stops it"
         return Note(text=text, data=kept)
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         follower = Follower(
@@ -132,7 +131,7 @@ def follow(
         else:
             with until_interrupted() as stop:
                 if sys.stderr.isatty():
-                    sys.stderr.write(visible(f"following {file} as {follower.name}; Ctrl-C ends it") + "\n")
+                    sys.stderr.write(visible(f"following {file} as {follower.name}; Ctrl-C stops it") + "\n")
                 follower.run(stop, interval)
     data = {"name": follower.name, "path": follower.path, **plain(follower.done)}
     return Note(text=followed_text(follower.done, file, follower.name), data=data)
@@ -152,7 +151,7 @@ def followed_text(done: Followed, file: str, name: str) -> str:
         count_of(number, one, many)
         for number, one, many in (
             (done.transactions, "transaction", "transactions"),
-            (done.patches, "patch over a log begun anew", "patches over logs begun anew"),
+            (done.patches, "patch over a restarted log", "patches over restarted logs"),
             (done.compares, "comparison of all pages", "comparisons of all pages"),
         )
         if number
@@ -168,13 +167,13 @@ def shell(
     cli: Cli,
     database: Database,
     statements: Annotated[
-        list[str], Argument(metavar="[SQL]...", help="Run these instead of asking.", show_default=False)
+        list[str], Argument(metavar="[SQL]...", help="Statements to run; none opens a prompt.", show_default=False)
     ] = [],  # noqa: B006 - nobody changes it
     at: At = "",
 ) -> CliResult:
     """Open SQLite's shell on a database or a version of it.
 
-    An earlier version is for reading, and so is every one while another process owns the store.
+    Earlier versions are read-only, and so are all versions while another process owns the store.
     """
     with _at_hand(cli) as store:
         need_pages(store.database(database), "have a shell")
@@ -184,7 +183,7 @@ def shell(
             settled(store, database)
         wanted = version.at if version.snapshot is None else version.snapshot.name or version.snapshot.anchor_lsn
         connection = store.sqlite(database, at=wanted)
-        title = f"{database} {version.text}{', for reading: another process owns the store' if beside else ''}"
+        title = f"{database} {version.text}{', read-only: another process owns the store' if beside else ''}"
         try:
             code = run_shell(connection, visible(title), statements)
         except InvalidInput as error:
@@ -199,7 +198,7 @@ def shell(
 def _where_to_write(database: str, at: str, *, beside: bool) -> str:
     """The next step of who wants to change what is open for reading."""
     if at:
-        return f"an earlier version is for reading: `quire fork {database} NEW --at {at}` makes one that is not"
+        return f"an earlier version is read-only: `quire fork {database} NEW --at {at}` creates a writable copy"
     if beside:
         return "stop `quire serve`, or write from the process that owns the store (`quire doctor` shows which)"
     return "the statement needs a database that is open for writing"

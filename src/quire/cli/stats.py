@@ -32,10 +32,10 @@ def stats(
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Listing | Report:
-    """Show how much space each database uses, alone and shared.
+    """Show the space that each database uses, exclusive and shared.
 
-    Also its WAL, how well it compresses, what the last day has written, and in which tier it lies. A database is counted with
-    its snapshots. `alone` is what dropping it would free; `on disk` is what its files take, as `du` says.
+    Also its WAL, its compression, what was written in the last day, and its tiers. Snapshots count with their database.
+    `alone` is what dropping the database would free; `on disk` is the space of its files, as `du` reports it.
     """
     need_runner(runner)
     if dry_run:
@@ -69,7 +69,7 @@ def _outlook(manifest: ManifestStore) -> Report:
         counts = {"fact": 0, "holding": 0}
         for block in blocks(txn, manifest.clock.now_ms()):
             counts[block.sort] += len(block.rows)
-    facts = {"artifacts": f"{counts['fact']:,}", "references to them": f"{counts['holding']:,}"}
+    facts = {"artifacts": f"{counts['fact']:,}", "references": f"{counts['holding']:,}"}
     data = {"artifacts": counts["fact"], "references": counts["holding"], "dry_run": True}
     return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)
 
@@ -82,7 +82,7 @@ def _on_disk(usages: list[Usage], damaged: Collection[int], space: Space) -> str
     others["dropped databases"] = sum(space.databases[db_id] for db_id in unlisted.difference(damaged))
     others["other files"] = space.others.get("store", 0)
     parts = ", ".join(f"{name} {size(amount)}" for name, amount in others.items() if amount)
-    return f"on disk: {size(space.total_bytes)} in all; beside the databases: {parts}"
+    return f"on disk: {size(space.total_bytes)} in total; outside the databases: {parts}"
 
 
 def _cells(usage_row: Usage) -> list[str]:
@@ -97,13 +97,11 @@ def _cells(usage_row: Usage) -> list[str]:
 @command("metrics", example="quire metrics")
 def metrics(
     cli: Cli,
-    prometheus: Annotated[bool, Option("--prometheus", help="As Prometheus reads it, and `/metrics` says it.")] = False,
+    prometheus: Annotated[bool, Option("--prometheus", help="In the Prometheus format, as `/metrics` has it.")] = False,
 ) -> Listing | Note | CliResult:
-    """Show the rolling metrics that the manifest keeps.
+    """Show the rolling metrics kept in the manifest.
 
-    WAL lag, latency of checkpoints and merges, snapshots.
-
-    They are written in the transactions that they are about, and read without disturbing the writer.
+    That is WAL lag, the latency of checkpoints and merges, and snapshots. Each is written in the transaction that it measures.
     """
     with cli.reader() as manifest:
         if prometheus:

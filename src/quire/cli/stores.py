@@ -33,14 +33,14 @@ def init(
     path: Annotated[
         str,
         Argument(
-            metavar="[PATH]", help="The directory; created if it does not exist.", show_default="the one of --store"
+            metavar="[PATH]", help="The directory; created if it does not exist.", show_default="default: --store"
         ),
     ] = "",
     object_store: Annotated[
         str,
         Option(
             metavar="URL",
-            help="Where objects live: a path, s3://…, gs://…, az://…",
+            help="Location of the objects: a path, s3://…, gs://…, az://…",
             show_default="objects/ in the store",
         ),
     ] = "",
@@ -128,7 +128,7 @@ def create(
     name: Name,
     kind: Annotated[str, Option(metavar="KIND", help="pages, stream or lsm.")] = "pages",
     namespace: Annotated[
-        str, Option(metavar="NAME", help="Where all its objects go.", show_default="the store's own object store")
+        str, Option(metavar="NAME", help="Namespace for its objects.", show_default="the store's object store")
     ] = "",
 ) -> Note:
     """Create a database."""
@@ -145,7 +145,7 @@ def drop(
     snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots as well.")] = False,
     yes: Yes = False,
 ) -> Note:
-    """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
+    """Drop a database. Its name is free at once; its space is freed when nothing else refers to it."""
     with cli.keeper() as store:
         info = store.database(name)
         if not yes:
@@ -177,11 +177,11 @@ db = Group("db")
 def set_status(
     cli: Cli,
     database: Database,
-    status: Annotated[str, Argument(metavar="STATUS", help="active, or read_only: every write is refused.")],
+    status: Annotated[str, Argument(metavar="STATUS", help="active or read_only.")],
 ) -> Note:
     """Make a database read-only, or writable again.
 
-    Applies to all kinds of databases, at once, also in programs that have it open. Maintenance continues.
+    It takes effect at once, also in programs that have the database open. Maintenance continues.
     """
     with cli.keeper() as store:
         changed = store.set_status(database, status.replace("-", "_").lower())
@@ -194,11 +194,9 @@ def set_options(
     database: Database,
     tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Set a tag; repeatable.")] = [],  # noqa: B006
     untag: Annotated[list[str], Option("--untag", metavar="KEY", help="Remove a tag.")] = [],  # noqa: B006
-    compression: Annotated[
-        str, Option(metavar="NAME", help="none or zstd, for chunks from now on.", show_default="as it is")
-    ] = "",
+    compression: Annotated[str, Option(metavar="NAME", help="none or zstd.", show_default="unchanged")] = "",
 ) -> Note:
-    """Change the tags of a database or a fork, or how its chunks are compressed from now on."""
+    """Change the tags of a database, or the compression of its new chunks."""
     if not (tag or untag or compression):
         raise InvalidInput("no change was given", hint="give --tag, --untag or --compression", database=database)
     with cli.keeper() as store:

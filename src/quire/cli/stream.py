@@ -67,7 +67,9 @@ def _open(cli: Cli, name: str, *, create: bool = False) -> Iterator[Stream]:
 def append(
     cli: Cli,
     database: Database,
-    record: Annotated[list[str] | None, Argument(metavar="[RECORD]...", help="Records; none: stdin.")] = None,
+    record: Annotated[
+        list[str] | None, Argument(metavar="[RECORD]...", help="Records; without any, lines of stdin.")
+    ] = None,
     create: Annotated[bool, Option("--create", help="Create the stream if it does not exist.")] = False,
 ) -> Note:
     """Append records: the arguments, or the lines of stdin."""
@@ -92,11 +94,11 @@ def appended(database: str, first: int, count: int) -> Note:
 def read(
     cli: Cli,
     database: Database,
-    start: Annotated[int | None, Option("--from", metavar="ID", help="From this record on.")] = None,
-    stop: Annotated[int | None, Option("--to", metavar="ID", help="Up to before this one.")] = None,
+    start: Annotated[int | None, Option("--from", metavar="ID", help="First record.")] = None,
+    stop: Annotated[int | None, Option("--to", metavar="ID", help="Last record, exclusive.")] = None,
     limit: Limit = READ_ROWS,
 ) -> Listing:
-    """Show records in order, from whatever tier they are in."""
+    """Show records in order, from any tier."""
 
     def rows() -> Iterator[Row]:
         with _open(cli, database) as stream:
@@ -104,14 +106,14 @@ def read(
             ends = [record_id for record_id in (stop, begin + limit if limit else None) if record_id is not None]
             yield from map(_record, stream.read(begin, min(ends, default=None)))  # no more is read than is shown
 
-    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no such records")
+    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no matching records")
 
 
 @command("tail", group, example="quire stream tail clicks -n 5")
 def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False) -> Listing | CliResult:
-    """Show the last records; with --follow also those to come.
+    """Show the last records.
 
-    With --follow and -n 0 only those to come.
+    With --follow also new records, and with -n 0 only those.
     """
     columns = [">id", "appended", "record"]
     if follow:
@@ -165,7 +167,7 @@ def _record(record: StreamRecord) -> Row:
 # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("ls", group, example="quire stream ls clicks")
 def segments(cli: Cli, database: Database) -> Listing:
-    """List the segments of a stream, and where their copies are."""
+    """List the segments of a stream and the tiers of their copies."""
     with _open(cli, database) as stream:
         rows = [_segment(segment, SystemClock().now_ms()) for segment in stream.ledger.view]
     columns = [">id", ">first", ">records", ">size", ">compressed", "sealed", "tiers"]
@@ -200,12 +202,12 @@ def _segment(segment: StreamSegment, now_ms: int) -> Row:
 
 @command("info", group, example="quire stream info clicks")
 def info(cli: Cli, database: Database) -> Facts:
-    """Show a stream in numbers."""
+    """Show the size, tiers, consumers and retention of a stream."""
     with _open(cli, database) as stream:
         figures = stream.info()
     held = ", ".join(f"{name} at {consumer.position}" for name, consumer in sorted(figures.consumers.items()))
     lines = [
-        ("records", f"{figures.records:,}, from {figures.first_record:,} to before {figures.end_record:,}"),
+        ("records", f"{_id_range(figures.records, figures.first_record, figures.end_record)}"),
         ("hot", f"{count_of(figures.hot_segments, 'segment')}, {size(figures.hot_bytes)}"),
         ("warm", f"{count_of(figures.warm_segments, 'segment')}, {size(figures.warm_bytes)}"),
         ("remote", f"{count_of(figures.remote_segments, 'segment')}, {size(figures.remote_bytes)}"),
@@ -216,15 +218,26 @@ def info(cli: Cli, database: Database) -> Facts:
     if figures.needs_repair:
         lost = ", ".join(map(str, figures.needs_repair))
         lines.append(
-            ("needs repair", f"segments {lost}: their objects are gone; put them back, or let retention take them")
+            (
+                "needs repair",
+                f"segments {lost}: their objects are missing; restore them, or let retention drop the segments",
+            )
         )
     return Facts(lines=lines, data=figures)
+
+
+def _id_range(count: int, first: int, end: int) -> str:
+    """
+    >>> _id_range(3, 1, 4), _id_range(0, 4, 4)
+    ('3, ids 1 to 3', 'none')
+    """
+    return f"{count:,}, ids {first:,} to {end - 1:,}" if count else "none"
 
 
 # ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("seal", group, example="quire stream seal clicks")
 def seal(cli: Cli, database: Database) -> Note:
-    """Seal the open segment, so that it can be tiered."""
+    """Seal the open segment, so that it can be moved between tiers."""
     with _open(cli, database) as stream:
         before = len(stream.ledger.view.sealed)
         stream.seal()
@@ -239,7 +252,7 @@ def tier(
     database: Database,
     move: Annotated[str, Argument(metavar="MOVE", help="compress, upload, evict or hydrate.")],
     segment: Annotated[list[int] | None, Option("--segment", metavar="ID", help="Only these segments.")] = None,
-    warm: Annotated[bool, Option("--warm", help="With evict: compressed copies too.")] = False,
+    warm: Annotated[bool, Option("--warm", help="With evict: also compressed copies.")] = False,
 ) -> Note:
     """Move sealed segments between tiers."""
     if move not in MOVES:
@@ -253,9 +266,9 @@ def tier(
 
 @command("checkpoint", group, example="quire stream checkpoint clicks")
 def checkpoint(cli: Cli, database: Database) -> Note:
-    """Publish sealed segments as chunks, as they are.
+    """Publish sealed segments as chunks, unchanged.
 
-    The owner's upkeep does it too.
+    Maintenance does the same in the background.
     """
     with cli.owner() as store:
         return published(store, database)
@@ -270,7 +283,7 @@ def published(store: Store, database: str) -> Note:
     result = job.result
     text = f"{database}: {count_of(result['chunks'], 'segment')} published as chunks, {size(result['bytes'])}"
     if result["missing"]:
-        text += f"; {count_of(result['missing'], 'segment')} without a copy: `quire stream verify {database}`"
+        text += f"; {count_of(result['missing'], 'segment')} without a copy: see `quire stream verify {database}`"
     return Note(text=text, data=result)
 
 
@@ -278,7 +291,7 @@ def published(store: Store, database: str) -> Note:
 def verify(
     cli: Cli,
     database: Database,
-    shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
+    shallow: Annotated[bool, Option("--shallow", help="Do not read whole objects.")] = False,
 ) -> CliResult:
     """Verify every copy of every segment."""
     with _open(cli, database) as stream:
@@ -297,7 +310,9 @@ def verify(
         for problem in damage
     ]
     shown = Listing(
-        columns=["rule", "kind", "what"], rows=rows, empty=f"{database} is sound: {count_of(count, 'segment')} read"
+        columns=["rule", "kind", "what"],
+        rows=rows,
+        empty=f"{database} has no damage: {count_of(count, 'segment')} read",
     )
     return CliResult(shown, PROBLEMS if any(not problem.leak for problem in damage) else OK)
 
@@ -306,12 +321,12 @@ def verify(
 def repair(
     cli: Cli,
     database: Database,
-    apply: Annotated[bool, Option("--apply", help="Apply the repair; otherwise it is only shown.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Apply the repair; without it, only show it.")] = False,
 ) -> CliResult:
     """Rebuild the manifest log of a stream that does not open.
 
-    From its chunks here and in tier 2, from LMDB, and from segments and objects. Nothing is removed: what is damaged or in the
-    way goes to quarantine. Exit code 1 if something cannot be saved.
+    Uses its chunks on disk and in tier 2, the store's manifest, segments and objects. Nothing is removed: damaged and
+    conflicting files go to quarantine. Exit code 1 if data is lost.
     """
     with cli.owner() as store:
         plan = store.streams.repair(database, apply=apply)
@@ -323,8 +338,8 @@ def repair(
         for what in lines
     ]
     first, end = plan.records
-    kept = f"{count_of(plan.segments, 'segment')}, records {first} to before {end}"
-    more = "" if apply or not plan.steps else f"; `quire stream repair {shlex.quote(database)} --apply` does it"
+    kept = f"{count_of(plan.segments, 'segment')}, records: {_id_range(end - first, first, end)}"
+    more = "" if apply or not plan.steps else f"; `quire stream repair {shlex.quote(database)} --apply` applies it"
     shown = Listing(
         columns=["", "what"],
         rows=rows,
@@ -341,10 +356,12 @@ command("mirror", group, example="quire stream mirror clicks ./clicks-copy")(man
 def retention(
     cli: Cli,
     database: Database,
-    days: Annotated[float | None, Option("--days", min=0, help="Drop older records.")] = None,
-    max_bytes: Annotated[int | None, Option("--bytes", min=0, help="Drop the oldest records beyond this size.")] = None,
-    consumed: Annotated[bool, Option("--consumed", help="Drop what all consumers have read.")] = False,
-    reset: Annotated[bool, Option("--reset", help="Return to the store's settings.")] = False,
+    days: Annotated[float | None, Option("--days", min=0, help="Drop records older than N days.")] = None,
+    max_bytes: Annotated[
+        int | None, Option("--bytes", min=0, help="Drop the oldest records beyond this size, in bytes.")
+    ] = None,
+    consumed: Annotated[bool, Option("--consumed", help="Drop records that all consumers have read.")] = False,
+    reset: Annotated[bool, Option("--reset", help="Use the store's settings again.")] = False,
     apply: Annotated[bool, Option("--apply", help="Apply it now.")] = False,
 ) -> Note:
     """Show or set the retention of a stream."""
@@ -367,4 +384,4 @@ def _words(retention: Any) -> str:
         words.append(size(retention.bytes))
     if retention.consumed:
         words.append("until every consumer has read it")
-    return "keeps " + ", ".join(words) if words else "keeps everything"
+    return "keeps " + ", ".join(words) if words else "keeps all records"

@@ -78,7 +78,7 @@ NEXT = (
 def tour(
     cli: Cli, spark: Annotated[bool, Option("--spark", help="Run jobs and queries on Spark as well.")] = False
 ) -> CliResult:
-    """Watch a store at work, step by step. Makes the store if need be; can be run again and again."""
+    """Show a store at work, step by step. Creates the store if it does not exist; can be repeated."""
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
     with quire.open(cli.path) as store:
@@ -117,8 +117,8 @@ def register(store: Store, guide: Guide) -> list[str]:
     for name in (*(name for name, _ in DATABASES), FORK):
         if name in present and not _is_tours(store, present[name]):
             raise NameTaken(
-                "the store has a database of this name that is not the tour's",
-                hint=f"`quire tour --store {DIRECTORY}` takes it elsewhere",
+                "a database of this name exists that is not the tour's",
+                hint=f"`quire tour --store {DIRECTORY}` uses another store",
                 name=name,
             )
     if FORK in present:
@@ -146,7 +146,7 @@ def _without_bytes(store: Store) -> set[int]:
 
 def burst(store: Store, guide: Guide) -> dict[str, Any]:
     """Many small batches, pipelined: nobody waits for one before the next is on its way. A reader looks on meanwhile."""
-    guide.title("A burst", f"{BURST_OPS:,} operations in batches of {BATCH_OPS}, while a reader takes snapshots")
+    guide.title("Burst", f"{BURST_OPS:,} operations in batches of {BATCH_OPS}, while a reader takes snapshots")
     manifest = store.manifest
     warehouse = store.database(WAREHOUSE).db_id
     generation = manifest.reserve_generation(warehouse)
@@ -166,8 +166,8 @@ def burst(store: Store, guide: Guide) -> dict[str, Any]:
     publish_slots(store, warehouse, generation)
     rate = round(BURST_OPS / seconds)
     guide.say(f"{len(guards):,} durable batches in {seconds:.2f} s: {rate:,} operations per second")
-    guide.say(f"{count_of(onlooker.snapshots, 'snapshot')} read meanwhile; none showed half a batch")
-    assert not onlooker.halves, "a snapshot showed half a batch"
+    guide.say(f"{count_of(onlooker.snapshots, 'snapshot')} read meanwhile; none showed a partial batch")
+    assert not onlooker.halves, "a snapshot showed a partial batch"
     return {
         "operations": BURST_OPS,
         "batches": len(guards),
@@ -212,14 +212,14 @@ def collect(store: Store, guide: Guide) -> int:
             break
     store.maintain()  # delete jobs find nothing left to delete, and take the tombstones of dropped databases
     if removed:
-        guide.title("Collection", "what nobody refers to any more is removed, and never comes back")
+        guide.title("Garbage collection", "artifacts without references are removed")
         guide.say(f"{WAREHOUSE} dropped: {count_of(removed, 'artifact')} removed from the catalog")
     return removed
 
 
 def one_bad_batch(store: Store, guide: Guide) -> str:
     """Three batches in one go; the second is impossible and fails alone (M3)."""
-    guide.title("One bad batch", "three are sent at once; the second cannot be")
+    guide.title("One bad batch", "three are submitted at once; the second is invalid")
     shop, clicks = store.database("shop").db_id, store.database("clicks").db_id
     guards = [
         store.manifest.submit([UpdateDbStatus(clicks, DbStatus.READ_ONLY)]),
@@ -244,7 +244,7 @@ def show_tables(store: Store, guide: Guide) -> dict[str, int]:
     rows = [
         [name, f"{count:,}", TABLES[name].policy.value, TABLES[name].purpose] for name, count in counts.items() if count
     ]
-    guide.table(["table", ">rows", "policy", "what it holds"], rows)
+    guide.table(["table", ">rows", "policy", "purpose"], rows)
     guide.say(f"{size(store.info().manifest_bytes)} on disk")
     return counts
 
@@ -264,7 +264,7 @@ def show_changes(store: Store, guide: Guide) -> int:
 
 def check(store: Store, guide: Guide) -> list[str]:
     """The one checker, which also runs at every opening."""
-    guide.title("Check", "references counted again, indexes compared, rows decoded")
+    guide.title("Check", "references recounted, indexes compared, rows decoded")
     began = CLOCK.monotonic()
     problems = [str(problem) for problem in store.manifest.check()]
     seconds = CLOCK.monotonic() - began
@@ -282,7 +282,7 @@ def _chunk(lsn: int) -> ChunkRecord:
 
 # ── the guide ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Onlooker:
-    """Reads snapshots of the catalog in its own thread, and counts those that show half a batch."""
+    """Reads snapshots of the catalog in its own thread, and counts those that show a partial batch."""
 
     def __init__(self, store: Store, batch_ops: int) -> None:
         self.snapshots = 0

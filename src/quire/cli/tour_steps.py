@@ -59,7 +59,7 @@ def sqlite(store: Store, guide: Guide) -> dict[str, Any]:
         began = CLOCK.monotonic()
         kept = store.snapshot(SHOP, SNAPSHOT, tags={"made by": "quire tour"})
         snapshot_ms = _since(began)
-        guide.say(f"shop@{SNAPSHOT} keeps it, after {snapshot_ms} ms: nothing is copied")
+        guide.say(f"snapshot shop@{SNAPSHOT} created in {snapshot_ms} ms: nothing is copied")
         changed = _raise_prices(store, shop, guide)
     finally:
         shop.close()
@@ -90,7 +90,7 @@ def _raise_prices(store: Store, shop: Any, guide: Guide) -> int:
             before = reader.execute(MILK).get
             shop.execute("update product set price = round(price * 1.1, 2) where id % 1000 = 1")
             changed: int = shop.changes()
-            guide.say(f"{changed} prices raised: milk {shop.execute(MILK).get}; who was reading still sees {before}")
+            guide.say(f"{changed} prices raised: milk {shop.execute(MILK).get}; an open reader still sees {before}")
             assert reader.execute(MILK).get == before, "a reader saw a later transaction"
     finally:
         reader.close()
@@ -99,7 +99,7 @@ def _raise_prices(store: Store, shop: Any, guide: Guide) -> int:
 
 def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
     """The WAL becomes chunks: a job, which is what `quire checkpoint shop` runs."""
-    guide.title("Checkpoint", "what is in the log becomes immutable chunks, or deltas over them")
+    guide.title("Checkpoint", "the WAL becomes immutable chunks, or deltas over them")
     job = store.checkpoint(SHOP)
     guide.say(sentence(job, SHOP), "" if job.state.name == "SUCCEEDED" else "31")
     with store.manifest.read() as txn:
@@ -125,13 +125,13 @@ def branch(store: Store, guide: Guide) -> dict[str, Any]:
         guide.say(f"shop@{SNAPSHOT} for {prices[0]}, shop for {prices[1]}: three versions, read side by side")
         now.execute(f"attach 'file:{SHOP}?at={SNAPSHOT}' as old")
         rows = now.execute(CHANGED).get
-        guide.say(f"rows of shop that are not in shop@{SNAPSHOT}, by SQL over both: {rows}")
+        guide.say(f"SQL over both: {rows} rows of shop are not in shop@{SNAPSHOT}")
         sound = all(connection.execute("pragma integrity_check").get == "ok" for connection in (then, now, fork))
     finally:
         for connection in (then, now, fork):
             connection.close()
     difference = store.manifest.snapshots.diff(SHOP, SNAPSHOT)
-    guide.say(f"they differ in {count_of(difference.pages, 'page')} at most: no page was read for that")
+    guide.say(f"the manifest: {count_of(difference.pages, 'page')} at most differ; no page was read")
     return {
         "fork": FORK,
         "milliseconds": fork_ms,
@@ -153,7 +153,7 @@ def lineage(store: Store, guide: Guide) -> int:
 
 def retention(store: Store, guide: Guide) -> dict[str, int]:
     """A policy, what it would do, and that done."""
-    guide.title("Retention", f"a policy for shop: what a person named, and the newest {KEEP}")
+    guide.title("Retention", f"a policy for shop: named snapshots, and the newest {KEEP}")
     rules = store.manifest.retention
     rules.set(SHOP, RetentionRecord(keep_last=KEEP))
     for _ in range(KEEP):
@@ -177,7 +177,7 @@ def retention(store: Store, guide: Guide) -> dict[str, int]:
 
 def collection(store: Store, guide: Guide) -> dict[str, int]:
     """A round of maintenance, as `quire gc` does it, and the jobs there are."""
-    guide.title("Jobs and the collector", "what nobody refers to any more goes a minute later")
+    guide.title("Jobs", "unreferenced artifacts are deleted after a minute")
     store.maintain()
     now = CLOCK.now_ms()
     names = names_in(store.manifest)
@@ -190,14 +190,14 @@ def collection(store: Store, guide: Guide) -> dict[str, int]:
     waiting = at_zero(store.manifest, int(store.settings.maintenance.delete_grace_seconds * 1000))
     total = sum(zero.size_bytes for zero in waiting)
     if waiting:
-        goes = f"the first goes in {span(max(waiting[0].due_at_ms - now, 0))}"
-        guide.say(f"{count_of(len(waiting), 'artifact')} at zero, {size(total)}: {goes}")
+        goes = f"the first is deleted in {span(max(waiting[0].due_at_ms - now, 0))}"
+        guide.say(f"{count_of(len(waiting), 'artifact')} unreferenced, {size(total)}: {goes}")
     return {"jobs": len(jobs), "waiting": len(waiting), "waiting_bytes": total}
 
 
 def audit(store: Store, guide: Guide) -> int:
     """What happened to shop, for people who ask later."""
-    guide.title("Audit", "what happened, written by the transaction that did it")
+    guide.title("Audit", "the history of shop, written by the transactions themselves")
     entries = store.manifest.audit(SHOP)
     rows = []
     for entry in entries[-4:]:
@@ -284,7 +284,7 @@ def spark(store: Store, guide: Guide) -> dict[str, Any]:
         changed = (
             engine.read.format("quire.diff").options(**here, **old).load().where("_change = 'update_after'").count()
         )
-        guide.say(f"rows that differ from {SHOP}@{SNAPSHOT}, by the pages that do: {changed}, {_seconds(began)} s")
+        guide.say(f"rows that differ from {SHOP}@{SNAPSHOT}, found by comparing pages: {changed}, {_seconds(began)} s")
         began = CLOCK.monotonic()
         verified = store.heavy.verify(runner="spark")
         guide.say(f"every byte of every object read and compared: {verified.state.name.lower()}, {_seconds(began)} s")

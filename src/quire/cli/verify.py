@@ -37,19 +37,17 @@ def verify(
     max_duration: Annotated[str, Option(metavar="TIME", help="Stop after this long.")] = "",
     report: Annotated[str, Option(metavar="FILE", help="Write the damage report to a Parquet file.")] = "",
     orphans: Annotated[
-        bool, Option("--orphans", help="Also list objects and find orphans: those that no row names.")
+        bool, Option("--orphans", help="Also find orphans: objects that the manifest does not name.")
     ] = False,
-    sweep: Annotated[bool, Option("--sweep", help="Like --orphans, and delete them.")] = False,
-    audit: Annotated[
-        bool, Option("--audit", help="Also recompute reference counts, heads and floors from rows.")
-    ] = False,
+    sweep: Annotated[bool, Option("--sweep", help="As --orphans, and delete them.")] = False,
+    audit: Annotated[bool, Option("--audit", help="Also recompute reference counts, heads and floors.")] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Report | CliResult:
     """Read every stored byte and compare it with the manifest.
 
-    Chunks, deltas, write-ahead logs, streams and their logs, key-value tables, logs, snapshots and backups, and the
-    manifest itself, on disk and in the object store. Exit code 1 if something is missing or altered.
+    That is chunks, deltas, WAL segments, streams and their logs, key-value tables, logs, snapshots and backups, and the
+    manifest itself, on disk and in the object store. Exit code 1 if data is missing or altered.
     """
     need_runner(runner)
     age = seconds_of(max_age, "--max-age") if max_age else 0
@@ -84,12 +82,12 @@ def _verdict(
     result: dict[str, Any], damage: list[dict[str, Any]], strays: list[dict[str, Any]], swept: dict[str, Any]
 ) -> CliResult:
     facts = {
-        "looked at": f"{count_of(result['verified'] + result['missing'] + result['altered'], 'artifact')}, "
+        "read": f"{count_of(result['verified'] + result['missing'] + result['altered'], 'artifact')}, "
         f"{size(result['bytes'])}",
         "verified": f"{result['verified']:,}",
         "missing": f"{result['missing']:,}",
         "altered": f"{result['altered']:,}",
-        "left for the next run": f"{result['left']:,}",
+        "remaining": f"{result['left']:,}",
     }
     data: dict[str, Any] = {**result, "damaged": damage}
     logs: list[str] = result.get("logs", [])
@@ -98,7 +96,7 @@ def _verdict(
 
     files = told(result)
     if not result["complete"]:
-        facts["not looked at"] = "manifest, logs and key-value databases: the run ended before them"
+        facts["not read"] = "manifest, logs and key-value databases: the time was over"
     if swept:
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
@@ -119,7 +117,7 @@ def _verdict(
         columns=["state", "artifact", ">size"],
         rows=rows,
         empty="no other damage found" if logs else "no damage found",
-        closing=f"{left:,} more: `--report FILE` has all" if left else "",
+        closing=f"{left:,} more: `--report FILE` lists all" if left else "",
     )
     parts: list[Facts | Listing] = [
         Facts(lines=list(facts.items()), data=facts),
@@ -143,7 +141,7 @@ def _outlook(manifest: ManifestStore, age: float) -> Report:
 
     with manifest.read() as txn:
         aged = plan_aged(txn, manifest.clock.now_ms(), age)
-    oldest = "nothing waits" if not aged.left else (moment(aged.oldest_ms) if aged.oldest_ms else "never verified")
-    facts = {"to be verified": count_of(aged.left, "artifact"), "size": size(aged.size_bytes), "the oldest": oldest}
+    oldest = "none" if not aged.left else (moment(aged.oldest_ms) if aged.oldest_ms else "never verified")
+    facts = {"to verify": count_of(aged.left, "artifact"), "size": size(aged.size_bytes), "oldest": oldest}
     data = {"left": aged.left, "bytes": aged.size_bytes, "oldest_ms": aged.oldest_ms}
     return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)

@@ -105,7 +105,7 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
                 return _namespace(namespace)
         if "/" in subject:
             raise InvalidInput(
-                "this is neither a file of a store nor the key of an object",
+                "this is neither a file of the store nor an object's key",
                 hint="paths are relative to the store, like pages/00000001/wal/00000001.seg or objects/KEY",
                 subject=subject,
             ) from error
@@ -141,11 +141,11 @@ def _namespace(info: NamespaceInfo) -> Explanation:
     ]
     if info.dropped_databases:
         what = f"{info.dropped_databases} dropped databases have objects there"
-        holders.append(Holder("time", "grace", what, "the next `quire gc`, or the owner's upkeep"))
+        holders.append(Holder("time", "grace", what, "the next `quire gc`, or maintenance"))
     if info.dropped_at_ms:
-        holders.append(Holder("time", "grace", "it was dropped", "the next `quire gc`, or the owner's upkeep"))
+        holders.append(Holder("time", "grace", "it was dropped", "the next `quire gc`, or maintenance"))
     else:
-        holders.append(Holder("store", "the store", "somebody made it, to be used", drop_it))
+        holders.append(Holder("store", "the store", "it was registered for use", drop_it))
     state = "dropped" if info.dropped_at_ms else f"at {info.url}"
     return Explanation(info.name, "namespace", state, 0, 0, tuple(holders))
 
@@ -172,14 +172,14 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
     name = name_of(txn, db_id)
     release = drop(name, row, snapshot_id)
     if row.tags.get("by") == "lend":
-        holder = Holder("reader", "a query", "reads it (Spark, or another reader): it is lent to it", release)
+        holder = Holder("reader", "a query", "reads it (Spark or another reader)", release)
     elif WINDOW_TAG in row.tags:
-        holder = Holder("time", "time travel", "lets people ask for moments around it", release)
+        holder = Holder("time", "time travel", "serves time travel to nearby times", release)
     elif SCHEDULE_TAG in row.tags:
-        what = f"makes and keeps snapshots by itself (quire retention show {quoted(name)})"
-        holder = Holder("database", name, what, f"when its retention lets it go, or {release}")
+        what = f"creates and keeps snapshots automatically (quire retention show {quoted(name)})"
+        holder = Holder("database", name, what, f"when its retention drops it, or {release}")
     else:
-        holder = Holder("snapshot", f"{name}@{title(row, snapshot_id)}", "somebody made it, to be kept", release)
+        holder = Holder("snapshot", f"{name}@{title(row, snapshot_id)}", "it was created to be kept", release)
     keys = {key for number, leaf in read_leaves(txn, row.leaves) for key in artifacts(leaf, number)}
     size = sum(artifact_bytes(txn.artifact(key)) for key in keys) + sum(pin.used_bytes for pin in row.pins)
     return Explanation(f"{name}@{title(row, snapshot_id)}", "snapshot", row.kind.name.lower(), size, 0, (holder,))
@@ -188,26 +188,26 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
 def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     name = name_of(txn, db_id)
     for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
-        what = lent(row, "keeps it as it was")
+        what = lent(row, "keeps this version")
         yield Holder("snapshot", title(row, snapshot_id), what, drop(name, row, snapshot_id))
 
 
 def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     for _, row in txn.databases():
         if row.parent_db_id == db_id and row.status is not DbStatus.TOMBSTONED:
-            yield Holder("fork", row.name, "shares what neither has changed", f"quire drop {quoted(row.name)}")
+            yield Holder("fork", row.name, "shares unchanged data", f"quire drop {quoted(row.name)}")
 
 
 def _readers_of(txn: ReadTxn, db_id: int, who: Who) -> Iterator[Holder]:
     for info in who(db_id):
-        release = "when it closes" + ("; checkpoints go on meanwhile" if info.set_aside else ", or its process ends")
+        release = "when it closes" + ("; checkpoints continue meanwhile" if info.set_aside else ", or its process ends")
         yield Holder("reader", f"pid {info.pid}" if info.pid else info.reader, reader_text(info), release)
     for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id):
         tags = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name != VIEW_TAG)
         what = f"reads at lsn {row.snapshot_lsn} since {moment(row.opened_at_ms)}" + (f" ({tags})" if tags else "")
-        release = "when it closes, or its lease runs out"
+        release = "when it closes, or its lease expires"
         if is_view(row):
-            what, release = f"is a query (Spark, say), and {what}", "some minutes after it was last read"
+            what, release = f"is a query (Spark, for instance) that {what}", "some minutes after its last read"
         yield Holder("reader", str(reader_id), what, release)
 
 
@@ -219,7 +219,7 @@ def _jobs_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 
 def _job(job_id: int, job: JobRecord) -> Holder:
     what = f"{job.kind.name.lower()} is {job.state.name.lower().replace('_', ' ')}"
-    return Holder("job", str(job_id), what, f"when it has run: quire jobs show {job_id}")
+    return Holder("job", str(job_id), what, f"when it has ended: quire jobs show {job_id}")
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,7 +269,7 @@ def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], who: Who) 
             yield Holder("database", name, what, f"quire drop {quoted(name)}, or a newer version of the page")
         for reader_lsn, reader in leases:
             if lsn <= reader_lsn and (after is None or reader_lsn < after):
-                yield Holder("reader", reader, what, "when it closes, or its lease runs out")
+                yield Holder("reader", reader, what, "when it closes, or its lease expires")
         needed_by = [
             snapshot_holder(txn, db_id, snapshot_id, row, what)
             for snapshot_id, row in snapshots
@@ -291,9 +291,7 @@ def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Explanati
     holders = [*(_of_segment(txn, key, asked, who) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
     holders += [_job(number, job) for number, job in _jobs_about(txn, key)]
     if counts is not None and not (counts.in_use or counts.pending_upload):
-        holders.append(
-            Holder("time", "grace", "nothing holds it any more", "the next `quire gc`, or the owner's upkeep")
-        )
+        holders.append(Holder("time", "grace", "nothing refers to it any more", "the next `quire gc`, or maintenance"))
     elif counts is not None and not holders:
         what = f"{counts.in_use + counts.pending_upload} references are counted that no row holds"
         holders.append(Holder("database", name_of(txn, key.origin_db_id), what, "quire manifest check --repair"))
@@ -311,10 +309,13 @@ def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Explanati
 def _unknown(txn: ReadTxn, key: ArtifactKey, asked: str) -> UnknownArtifact:
     record, is_file = txn.database(key.origin_db_id), names.parse_path(asked) is not None
     if record is None:
-        message, hint = "the manifest has no database that this could be of", NOBODYS if is_file else stray_hint(asked)
+        message, hint = (
+            "the manifest has no database that this could belong to",
+            NOBODYS if is_file else stray_hint(asked),
+        )
         return UnknownArtifact(message, hint=hint, subject=asked, database=number(key.origin_db_id))
     whose = f"{record.name}, id {number(key.origin_db_id)}"
-    return UnknownArtifact("the manifest knows nothing of this", hint=stray_hint(asked), subject=asked, database=whose)
+    return UnknownArtifact("the manifest has no record of this", hint=stray_hint(asked), subject=asked, database=whose)
 
 
 def _state(key: ArtifactKey, row: Any) -> str:
@@ -337,32 +338,32 @@ def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Iterato
             yield from _tracked(txn, db_id, row, asked, who)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         if any((pin.origin_db_id, pin.segment_id) == (key.origin_db_id, key.id) for pin in snapshot.pins):
-            yield snapshot_holder(txn, db_id, snapshot_id, snapshot, "needs what was committed in it")
+            yield snapshot_holder(txn, db_id, snapshot_id, snapshot, "needs commits in it")
     yield from _plans(txn, key)
 
 
 def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> Iterator[Holder]:
     name = name_of(txn, db_id)
     if row.format is WalFormat.APPEND_ONLY:
-        kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention lets them go"
+        kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention drops them"
         yield Holder(
             "database", name, kept, _evicted(name, asked) + f"quire stream retention {quoted(name)} --days N --apply"
         )
     elif row.state is WalState.OPEN:
-        yield Holder("database", name, "writes to it", "when it is sealed: full, after its time, or at a snapshot")
+        yield Holder("database", name, "writes to it", "when it is sealed: when it is full or old, or at a snapshot")
     elif row.state < WalState.CHECKPOINTED:
         holding = [info for info in who(db_id) if info.lsn < row.last_lsn and not info.set_aside]
         if row.state is WalState.INDEXED:
             yield from _readers_of(txn, db_id, who)
         command = f"quire checkpoint {quoted(name)}"
         release = f"{command}, when its readers have closed" if holding else command
-        yield Holder("database", name, "has not brought it into chunks", release)
+        yield Holder("database", name, "has not checkpointed it yet", release)
     else:
         floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
         held = floor is not None and floor.min_snapshot_lsn <= row.last_lsn
-        what = f"a reader may ask for lsn {floor.min_snapshot_lsn}" if floor and held else "is about to truncate it"
+        what = f"a reader may request lsn {floor.min_snapshot_lsn}" if floor and held else "is about to truncate it"
         yield from _readers_of(txn, db_id, who)
-        yield Holder("database", name, what, "when its readers close, by the owner's upkeep")
+        yield Holder("database", name, what, "when its readers close, by maintenance")
 
 
 def _evicted(name: str, asked: str) -> str:
@@ -378,7 +379,7 @@ def _evicted(name: str, asked: str) -> str:
 def _plans(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
     for (db_id, generation), plan in txn.scan(t.CHECKPOINT_PLAN):
         if db_id == key.origin_db_id and key.id in plan.segments:
-            yield Holder("plan", f"{name_of(txn, db_id)}:{generation}", "is bringing it into chunks", "when it has run")
+            yield Holder("plan", f"{name_of(txn, db_id)}:{generation}", "is checkpointing it", "when it has run")
 
 
 def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
@@ -401,8 +402,8 @@ def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
             unheld -= used
             yield snapshot_holder(txn, db_id, snapshot_id, snapshot, f"has slot {key.id} in it")
     if unheld:  # collected later than what held them (docs/decisions/003)
-        what = "a version of the slot map names it that nothing holds any more"
-        yield Holder("time", "slot map", what, "the next `quire gc`, or the owner's upkeep")
+        what = "an unreferenced version of the slot map refers to it"
+        yield Holder("time", "slot map", what, "the next `quire gc`, or maintenance")
 
 
 def _jobs_about(txn: ReadTxn, key: ArtifactKey) -> Iterator[tuple[int, JobRecord]]:

@@ -35,11 +35,11 @@ from quire.manifest.retention import WINDOW_TAG
 Look = Callable[[str], int | None]
 
 ORPHANS = "`quire verify --orphans` finds objects that nothing speaks of, and `quire verify --sweep` deletes them"
-NOBODYS = "if it is there, nothing here reads it or removes it: delete it if you know where it comes from"
+NOBODYS = "quire neither reads nor removes it: delete it if you know its origin"
 """Of a file whose database never was, or is gone altogether."""
 NOT_THERE = "paths are relative to the store, like pages/00000001/wal/00000001.seg or objects/KEY"
 
-UPKEEP = "by the owner's upkeep"
+UPKEEP = "by maintenance"
 _BACKUP = re.compile(r"kv/(?P<label>.+)/(tables/[^/]+|backups/[0-9a-f]{16}\.json)")
 _OF_STREAM = re.compile(rf"{names.STREAMS}/(?P<id>0|[1-9][0-9]{{0,19}})/.+")
 _OF_PAGES = re.compile(rf"{names.PAGES}/(?P<id>[0-9a-f]{{8}})/.+")
@@ -52,8 +52,8 @@ _STAGED = f"{names.OBJECTS}/{names.TEMPORARY}/"
 _UNFINISHED = f"{names.MANIFEST}{names.TEMPORARY}-lock"
 """LMDB's lock beside a manifest that has not got its name yet."""
 
-OWNER_OPENS = "when the store is opened for writing the next time"
-WRITES = "writes it, or did when it ended"
+OWNER_OPENS = "when the store is next opened for writing"
+WRITES = "writes it, or did when it last ran"
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -95,23 +95,23 @@ def of_file(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     if isinstance(file, names.SstFile):
         return _table(txn, file, look)
     if isinstance(file, names.LsmWalFile):
-        what = "has writes in it that may be in no table yet"
+        what = "has writes in it that may not be in a table yet"
         return owned(txn, path, "log", file.db_id, (what, f"{UPKEEP}, when all of them are in tables"), look)
     if isinstance(file, names.LsmManifestLogFile | names.LsmManifestSnapshotFile):
         return owned(
             txn, path, "log", file.db_id, ("has the list of its tables in it", f"{UPKEEP}, with a newer one"), look
         )
     if isinstance(file, names.FollowFile):
-        what = "remembers in it how far it has followed a SQLite file"
+        what = "stores the position of a followed SQLite file in it"
         return owned(txn, path, "file", file.db_id, (what, "quire drop {name}"), look)
     if isinstance(file, names.QuarantineNote | names.QuarantinedFile):
-        what = "was moved there by a recovery that could not prove it to be garbage; `quire quarantine ls` says why"
+        what = "was moved there by a recovery that could not prove it to be garbage; `quire quarantine ls` shows the reason"
         release = f"quire quarantine rm {file.number}; quire quarantine restore {file.number} puts it back"
         return Explanation(
             path, "file", "in quarantine", size_of(path, look), 0, (Holder("store", "quarantine", what, release),)
         )
     if isinstance(file, names.FixedFile):
-        holder = Holder("store", "the store", "is not whole without it", "never, while there is a store")
+        holder = Holder("store", "the store", "needs it", "never, while the store exists")
         return Explanation(path, "file", "part of every store", size_of(path, look), 0, (holder,))
     return of_passing(txn, path, look)
 
@@ -120,7 +120,7 @@ def of_object(txn: ReadTxn, key: str, look: Look | None) -> Explanation | None:
     """What keeps an object by its key; `None` if it is none of these."""
     gone, name = "with its stream: quire drop {name}", own_name(txn, key)
     if chunk := object_names.parse_manifest_log_key(name):
-        what = f"has chunk {chunk[1]} of its manifest log in it: what became of its segments"
+        what = f"has chunk {chunk[1]} of its manifest log in it, the history of its segments"
         release = f"quire manifest bundle {{name}}, when its week is over; or {gone}"
         return owned(txn, key, "log", chunk[0], (what, release), look)
     if bundle := object_names.parse_bundle_key(name):
@@ -128,7 +128,7 @@ def of_object(txn: ReadTxn, key: str, look: Look | None) -> Explanation | None:
         return owned(txn, key, "log", bundle[0], (what, gone), look)
     if snapshot := object_names.parse_snapshot_key(name):
         what = f"has snapshot {snapshot[1]} of its manifest log in it"
-        return owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones stand for it; or {gone}"), look)
+        return owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones replace it; or {gone}"), look)
     if backup := _BACKUP.fullmatch(key.removeprefix(f"{txn.store_id()}/backups/")):
         label = backup["label"]
         release = f"quire kv prune {shlex.quote(label)}, or the next quire kv backup when enough newer ones are there"
@@ -141,9 +141,9 @@ def _log_file(file: names.StoreName) -> tuple[str, str]:
     """How a stream holds a file of its manifest log, and what would end that."""
     if isinstance(file, names.ManifestLogFile):
         release = f"{UPKEEP}, when its object is in tier 2 and a newer snapshot of the log stands for it"
-        return f"has chunk {file.chunk_index} of its manifest log in it: what became of its segments", release
+        return f"has chunk {file.chunk_index} of its manifest log in it, the history of its segments", release
     if isinstance(file, names.ManifestLogSnapshotFile):
-        return f"has snapshot {file.snapshot_id} of its manifest log in it", f"{UPKEEP}, when newer ones stand for it"
+        return f"has snapshot {file.snapshot_id} of its manifest log in it", f"{UPKEEP}, when newer ones replace it"
     return "locks its manifest log with it", "with the stream: quire drop {name}"
 
 
@@ -152,14 +152,17 @@ def _stream_segment(txn: ReadTxn, file: names.StreamSegmentFile, look: Look | No
     key = ArtifactKey(file.stream_id, ArtifactKind.WAL, file.segment_id, 0)
     if file.segment_id <= 0xFFFFFFFF and txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None:
         return None
-    what = ("writes to it, or did a moment ago", "quire stream seal {name}, then what its retention says")
+    what = ("writes to it, or did recently", "quire stream seal {name}, then its retention")
     return owned(txn, file.path, "segment", file.stream_id, what, look)
 
 
 def _table(txn: ReadTxn, file: names.SstFile, look: Look | None) -> Explanation:
     row = txn.get(t.LSM_CATALOG, file.db_id, file.sst_id)
     if row is None:
-        what = ("has it no more among its tables, or not yet", f"{UPKEEP}, when no snapshot and no reader needs it")
+        what = (
+            "does not list it among its tables, any more or yet",
+            f"{UPKEEP}, when no snapshot and no reader needs it",
+        )
     else:
         what = (f"has {row.rows:,} versions of keys in it, on level {row.level}", "quire kv compact {name}")
     return owned(txn, file.path, "table", file.db_id, what, look)
@@ -167,25 +170,23 @@ def _table(txn: ReadTxn, file: names.SstFile, look: Look | None) -> Explanation:
 
 # ── temporary files ───────────────────────────────────────────────────────────────────────────────────────────────────
 def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
-    """What keeps a file that comes and goes by itself; `None` if it is none of these."""
+    """What keeps a file that temporary; `None` if it is none of these."""
     stem = names.parse_path(path.removesuffix(names.TEMPORARY))
     if isinstance(stem, names.LeaseFile):
-        what, release = "says with it which version it reads", "when it closes or ends; the owner removes what is left"
+        what, release = "records the version that it reads in it", "when it closes; the owner removes leftovers"
         return _passing(path, look, Holder("reader", str(stem.reader), what, release))
     if _SCRATCH.fullmatch(path):
         what = "has rows of a load in it, or pages of a large transaction"
-        return _passing(
-            path, look, Holder("store", "the owner", what, f"when that is done; what is left, {OWNER_OPENS}")
-        )
+        return _passing(path, look, Holder("store", "the owner", what, f"when that is done; leftovers {OWNER_OPENS}"))
     if path.startswith(_STAGED):
         what = "puts an object there before it gets its name"
-        release = "when it is whole; the owner's upkeep or `quire verify --sweep` removes what is an hour old"
+        release = "when it is complete; maintenance or `quire verify --sweep` removes it after an hour"
         return _passing(path, look, Holder("store", "a writer", what, release))
     if _PROBE.fullmatch(path):
-        what, release = "has put it there to see whether it comes back", "when it ends; what is left may be deleted"
+        what, release = "wrote it as a test object", "when it ends; a leftover may be deleted"
         return _passing(path, look, Holder("store", "quire doctor", what, release))
     if path == names.MODE_FILE:
-        what = "remembers in it how much the manifest logs of all streams are believed (quire manifest mode)"
+        what = "stores the mode of all manifest logs in it (quire manifest mode)"
         release = "quire manifest mode changes it; without it, quire.toml decides"
         return Explanation(
             path, "file", "in use", size_of(path, look), 0, (Holder("store", "the store", what, release),)
@@ -193,13 +194,13 @@ def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None
     is_part = isinstance(stem, names.FixedFile) or path.startswith(names.MODE_FILE)
     if path == _UNFINISHED or (is_part and path.endswith(names.TEMPORARY)):
         return _passing(
-            path, look, Holder("store", "the owner", WRITES, f"when it is whole; what is left, {OWNER_OPENS}")
+            path, look, Holder("store", "the owner", WRITES, f"when it is complete; leftovers {OWNER_OPENS}")
         )
     return _of_stream(txn, path, look) or _of_lsm(txn, path, look) or _of_pages(txn, path, look)
 
 
 def _passing(path: str, look: Look | None, holder: Holder) -> Explanation:
-    return Explanation(path, "file", "comes and goes by itself", size_of(path, look), 0, (holder,))
+    return Explanation(path, "file", "temporary", size_of(path, look), 0, (holder,))
 
 
 def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
@@ -207,10 +208,10 @@ def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None
         return None
     stream_id = int(match["id"])
     if stream_id <= U64_MAX and path == names.state_path(stream_id):
-        what = "remembers in it its consumers, its retention, and in which mode it was last open"
+        what = "stores its consumers, retention and last mode in it"
         return owned(txn, path, "file", stream_id, (what, "quire drop {name}"), look)
     if _SPARE.search(path):
-        words = ("has it ready as its next segment", "when the stream is closed, or opened the next time")
+        words = ("has preallocated it as its next segment", "when the stream is closed or next opened")
         return owned(txn, path, "file", stream_id, words, look)
     if path.endswith(names.TEMPORARY):
         return owned(txn, path, "file", stream_id, (WRITES, _opened("stream")), look)
@@ -225,8 +226,8 @@ def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
         return _of_version(txn, path, db_id, int(version["number"]), look)
     folder, _, name = rest.partition("/")
     if folder == "loads" and names.load_number(name) is not None:
-        what = "remembers in it what became of a bulk load, for a client that asks again"
-        return owned(txn, path, "file", db_id, (what, "when a thousand newer loads are over"), look)
+        what = "stores the result of a bulk load in it, for a client that repeats the call"
+        return owned(txn, path, "file", db_id, (what, "after a thousand newer loads"), look)
     if path.endswith(names.TEMPORARY):
         return owned(txn, path, "file", db_id, (WRITES, _opened("database")), look)
     return None
@@ -235,14 +236,14 @@ def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
 def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | None) -> Explanation:
     """A file of a snapshot: mostly another name of a table that the database has, or had."""
     held = [
-        snapshot_holder(txn, db_id, snapshot_id, row, "has it as part of the database as it was")
+        snapshot_holder(txn, db_id, snapshot_id, row, "needs it for its version of the database")
         for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id)
         if row.anchor_segment_id == number
     ]
     if not held:
         words = (
-            "had it for a snapshot that was dropped",
-            "the owner's upkeep, or the next use of a key-value database",
+            "had it for a dropped snapshot",
+            "maintenance, or the next use of a key-value database",
         )
         return owned(txn, path, "file", db_id, words, look)
     return Explanation(path, "file", "in use", size_of(path, look), 0, tuple(held))
@@ -251,12 +252,12 @@ def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | N
 def _of_pages(txn: ReadTxn, path: str, look: Look | None) -> Explanation | None:
     if (match := _OF_PAGES.fullmatch(path)) is None or not path.endswith(names.TEMPORARY):
         return None
-    words = (WRITES, "when it is whole; what is left, by the owner's upkeep when it is an hour old")
+    words = (WRITES, "when it is complete; leftovers by maintenance after an hour")
     return owned(txn, path, "file", int(match["id"], 16), words, look)
 
 
 def _opened(what: str) -> str:
-    return f"when it is whole; what is left, when the {what} is opened the next time"
+    return f"when it is complete; leftovers when the {what} is next opened"
 
 
 # ── what all of them share ────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +267,7 @@ def owned(txn: ReadTxn, path: str, kind: str, db_id: int, words: tuple[str, str]
     record = txn.database(db_id) if 0 < db_id <= 0xFFFFFFFF else None
     if record is None:
         whose = number(db_id) if path.startswith((names.PAGES, names.LSM)) else str(db_id)
-        message = "the manifest has no database that this could be of"
+        message = "the manifest has no database that this could belong to"
         raise UnknownArtifact(message, hint=_nobodys(txn, path, db_id), path=path, database=whose)
     if record.status is DbStatus.TOMBSTONED:
         gone = Holder("time", "sweep", f"{record.name or f'#{db_id}'} was dropped", _swept(path))
@@ -309,11 +310,11 @@ def stray_hint(path: str) -> str:
     file = names.parse_path(path)
     if isinstance(file, names.WalSegmentFile):
         return (
-            "if there is such a file, the owner looks at it when it opens the database the next time: without a commit in it "
+            "if there is such a file, the owner checks it when it next opens the database: without a commit "
             "it is removed, else moved to quarantine"
         )
     if isinstance(file, names.StreamSegmentFile):
-        return "if there is such a file, the owner removes it or moves it to quarantine when it opens the stream the next time"
+        return "if there is such a file, the owner removes it or moves it to quarantine when it next opens the stream"
     return NOBODYS if isinstance(file, names.CachedChunkFile) else ORPHANS
 
 
@@ -326,10 +327,10 @@ def _nobodys(txn: ReadTxn, path: str, db_id: int) -> str:
 def _swept(path: str) -> str:
     """What removes the files of a database that was dropped."""
     if path.startswith(names.LSM):
-        return "the next use of a key-value database, or the owner's upkeep"
+        return "the next use of a key-value database, or maintenance"
     if path.startswith(names.PAGES):
-        return "the owner's upkeep, within an hour"
-    return "the owner's upkeep, or when the next stream is dropped"
+        return "maintenance, within an hour"
+    return "maintenance, or when the next stream is dropped"
 
 
 # ── words that all explanations share ─────────────────────────────────────────────────────────────────────────────────
@@ -355,7 +356,7 @@ def drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
 def lent(row: SnapshotRecord, what: str) -> str:
     """How a snapshot holds on that nobody has named: for whom it is there."""
     if row.tags.get("by") == "lend":
-        return f"is lent to a query (Spark, or another reader), and {what}"
+        return f"is held by a query (Spark or another reader) that {what}"
     if WINDOW_TAG in row.tags:
         return f"is there for time travel, and {what}"
     return what

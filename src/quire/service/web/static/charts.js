@@ -49,7 +49,7 @@ export function statesOverTime(samples, now) {
 export function segmentLanes(segments, now) {
   const held = segments.filter((each) => each.state !== "truncated"); // of the others only the row is left
   const shown = (held.length ? held : segments).slice(-24);
-  if (!shown.length) return h("p", { class: "muted" }, "No segment: nothing was committed yet.");
+  if (!shown.length) return h("p", { class: "muted" }, "No segments: nothing has been committed yet.");
   const [width, row, left] = [520, 16, 36];
   const height = shown.length * row + 22;
   const from = Math.min(...shown.map((each) => each.created_at_ms || now));
@@ -75,7 +75,7 @@ let mapBy = "generation";
 let mapAt = 0;
 
 export function chunkMap(slots, redraw) {
-  if (!slots.length) return h("p", { class: "muted" }, "No chunk: nothing was checkpointed yet.");
+  if (!slots.length) return h("p", { class: "muted" }, "No chunks: nothing has been checkpointed yet.");
   const columns = Math.min(64, Math.max(12, Math.ceil(Math.sqrt(slots.length * 4))));
   const size = 16;
   const rows = Math.ceil(slots.length / columns);
@@ -114,7 +114,7 @@ export function retentionLine(snapshots, now) {
   const from = Math.min(...snapshots.map((each) => each.created_at_ms));
   const until = Math.max(now, ...snapshots.map((each) => each.expires_at_ms || 0), from + 1);
   const x = (at) => pad + ((at - from) / (until - from)) * (width - 2 * pad);
-  const chart = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${plural(snapshots.length, "snapshot")}, ${snapshots.filter((each) => !each.keep).length} to go` });
+  const chart = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${plural(snapshots.length, "snapshot")}, ${snapshots.filter((each) => !each.keep).length} to drop` });
   chart.append(s("line", { class: "axis", x1: pad, x2: width - pad, y1: 48, y2: 48 }));
   let free = -99;
   let last = -99;
@@ -124,7 +124,7 @@ export function retentionLine(snapshots, now) {
     const at = Math.min(Math.max(x(each.created_at_ms), last + apart), width - pad - (snapshots.length - 1 - place) * apart);
     last = at;
     if (each.expires_at_ms) chart.append(s("line", { class: `lane k-${each.keep ? "keep" : "drop"}`, x1: at, x2: x(each.expires_at_ms), y1: 48, y2: 48, opacity: .45 }));
-    chart.append(s("circle", { class: `mark k-${each.keep ? "keep" : "drop"}`, cx: at, cy: 48, r: 6 }, s("title", {}, `${snapshotName(each)} ${moment(each.created_at_ms)}: ${each.keep ? "kept" : "goes"}, ${each.why}`)));
+    chart.append(s("circle", { class: `mark k-${each.keep ? "keep" : "drop"}`, cx: at, cy: 48, r: 6 }, s("title", {}, `${snapshotName(each)} ${moment(each.created_at_ms)}: ${each.keep ? "kept" : "to be dropped"}, ${each.why}`)));
     if (at - free > 58) {
       chart.append(s("text", { x: at, y: 30, "text-anchor": "middle", class: each.keep ? "strong" : undefined }, snapshotName(each).slice(0, 12)));
       free = at;

@@ -17,14 +17,14 @@ export const database = (name) => ({
       h("div", { class: "head" },
         h("h1", {}, db.name), chip(db.kind === "lsm" ? "key-value" : db.kind, `d-${db.kind}`), db.status !== "active" && chip(words(db.status), "j-pending"),
         db.parent && h("span", { class: "muted" }, "forked from ", h("a", { href: dbLink(db.parent), "data-key": "parent" }, db.parent)),
-        h("span", { class: "muted" }, `made ${moment(db.created_at_ms)}`), h("span", { class: "spring" }),
+        h("span", { class: "muted" }, `created ${moment(db.created_at_ms)}`), h("span", { class: "spring" }),
         h("button", { type: "button", class: "main", "data-key": "snapshot", onclick: () => ui.snapshot(db.name) }, "New snapshot")),
       figures(data),
       h("div", { class: "grid" },
         data.pages && pages(data, ui), data.stream && stream(data), data.files && keyValue(data),
-        wide(card("Retention", policy(data.retention), data.snapshots.length ? [retentionLine(data.snapshots, data.now_ms), snapshots(data)] : h("p", { class: "muted" }, "No snapshot yet."))),
-        card("What keeps it", "and what would let it go", holders(data.why, 12), h("p", { class: "small" }, h("a", { href: whyLink(db.name), "data-key": "why" }, "ask about something else"))),
-        card("What happened", "newest first", audit(data)),
+        wide(card("Retention", policy(data.retention), data.snapshots.length ? [retentionLine(data.snapshots, data.now_ms), snapshots(data)] : h("p", { class: "muted" }, "No snapshots yet."))),
+        card("Retained by", "and how to free it", holders(data.why, 12), h("p", { class: "small" }, h("a", { href: whyLink(db.name), "data-key": "why" }, "explain something else"))),
+        card("History", "newest first", audit(data)),
         wide(card("Jobs", "", jobTable(data.jobs, data.now_ms, ui)))),
     ];
   },
@@ -88,13 +88,13 @@ function stream(data) {
   const tier = (name, kind) => [name, log.tiers[name] || 0, kind];
   const lost = log.needs_repair || [];
   return [
-    lost.length > 0 && wide(card("Needs repair", plural(lost.length, "segment"), h("p", { class: "bad" }, `The only copy of segment ${lost.join(", ")} was an object that is gone: quire stream repair ${data.database.name}`))),
+    lost.length > 0 && wide(card("Needs repair", plural(lost.length, "segment"), h("p", { class: "bad" }, `The only copy of segment ${lost.join(", ")} was an object that no longer exists: quire stream repair ${data.database.name}`))),
     card("Tiers", "segments with a whole copy", parts([tier("hot", "t-hot"), tier("warm", "t-warm"), tier("remote", "t-remote")])),
     card("On this disk", "", table(["part", ">files", ">bytes"], Object.entries(log.files).map(([name, each]) => [name, number(each.files), bytes(each.bytes)]))),
     consumers(data),
     wide(card("Manifest log", `${plural(log.chunks.length, "chunk")}, ${plural(log.snapshots.length, "snapshot")} on disk; newest records first`,
       log.problem && h("p", { class: "bad" }, log.problem),
-      table(["at", "when", "record", ">segment", "says", "tier 2"], log.records.map((each) => [`${each.chunk_index}:${each.chunk_offset}`, moment(each.timestamp_ms), each.record, each.segment_id || "–", h("code", {}, Object.entries(each.fields).map(([key, value]) => `${key}=${value}`).join(" ")), each.tier2]), "The log is empty: nothing was appended yet."))),
+      table(["at", "when", "record", ">segment", "says", "tier 2"], log.records.map((each) => [`${each.chunk_index}:${each.chunk_offset}`, moment(each.timestamp_ms), each.record, each.segment_id || "–", h("code", {}, Object.entries(each.fields).map(([key, value]) => `${key}=${value}`).join(" ")), each.tier2]), "The log is empty: nothing has been appended yet."))),
   ];
 }
 
@@ -114,7 +114,7 @@ function policy(rules) {
   if (!rules) return "no policy; everything is kept";
   const said = ["keep_last", "keep_generations", "hourly", "daily", "weekly"].filter((each) => rules[each]).map((each) => `${words(each)} ${rules[each]}`);
   if (rules.keep_seconds) said.push(`younger than ${number(rules.keep_seconds)} s`);
-  if (rules.schedules.length) said.push(`makes ${rules.schedules.join(", ")}`);
+  if (rules.schedules.length) said.push(`creates ${rules.schedules.join(", ")}`);
   return said.join(", ") || "no rules; everything is kept";
 }
 

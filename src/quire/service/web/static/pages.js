@@ -171,7 +171,7 @@ export const verification = {
         wide(card("Databases", "", table(["name", ">artifacts", ">verified", ">never verified", ">damaged", "oldest verification"], data.databases.map((each) => {
           const damaged = (each.verified.missing || 0) + (each.verified.altered || 0);
           return [link(each.name), number(each.artifacts), number(each.verified.verified || 0), number(each.verified.unverified || 0), h("span", { class: damaged ? "bad" : "muted" }, number(damaged)), each.oldest_verified_ms ? ago(each.oldest_verified_ms, data.now_ms) : h("span", { class: "muted" }, "never")];
-        }), "No database yet."))),
+        }), "No databases yet."))),
         data.damaged.length ? wide(card("Damaged", data.damaged_left_out ? `${number(data.damaged_left_out)} more` : "", table(["object", "database", "state", ">size", "seen"], data.damaged.map((each) => [h("code", {}, each.object), each.database, chip(each.state, `v-${each.state}`), bytes(each.size_bytes), ago(each.verified_at_ms, data.now_ms)])))) : null,
         wide(card("Verifications", "newest first", jobTable(data.jobs, data.now_ms, ui)))),
     ];
