@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.jobs.audit import run as audit_run
 from quire.jobs.runner import Runners, TaskResult
 from quire.jobs.stats import job as stats_module
-from quire.jobs.stats import run
 from quire.jobs.stats.job import Totals, stats_job, usage
-from quire.jobs.stats.run import LINE_BYTES, SUMS, TIER, WHOLE, Holder, join_shares
+from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, join_shares
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, JobState, Residency
 from tests.jobs.checkpoint_child import Owner, images
@@ -133,7 +133,7 @@ def test_the_driver_never_has_more_than_a_wave_and_gets_lines_of_sums(
     assert told["rows"] > 300, "many holdings of few artifacts"
     monkeypatch.setattr(stats_module, "WAVE_ROWS", wave_rows)
     monkeypatch.setattr(stats_module, "STEP_ROWS", 16)
-    monkeypatch.setattr(run, "PIECE_BITS", 1)
+    monkeypatch.setattr(audit_run, "ID_BITS", 1)
     largest_piece = 2 * (1 + 2 * 11) + 8  # two ids, each with its generations, held by two databases and nine snapshots
     sent, answers = list[int](), list[int]()
     make: Callable[[], Any] = lambda: Weighing(owner.context().thread_runner(), sent, answers)  # noqa: E731
@@ -144,4 +144,4 @@ def test_the_driver_never_has_more_than_a_wave_and_gets_lines_of_sums(
     assert cut_up["rows"] == told["rows"] == sum(sent)
     assert max(sent) <= max(wave_rows, largest_piece)
     assert (len(sent) > 3) == (wave_rows < 1_000)
-    assert max(answers) <= len(whole) * LINE_BYTES + 1_000, "a line for each holder, whatever it holds"
+    assert max(answers) <= len(whole) * 8 * (2 + len(SUMS)) + 1_000, "a line for each holder, whatever it holds"

@@ -18,7 +18,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import VARIABLE, armed, hits, recording
 from quire.durable.names import Tier, object_key
 from quire.jobs.residency import request_evict, request_hydrate, request_upload
-from quire.jobs.stream_checkpoint.run import row_of
+from quire.jobs.stream_checkpoint.job import row_of
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, WalState

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from quire.jobs.delete import job as delete_module
-from quire.jobs.delete import run
 from quire.jobs.locations import ArtifactLocation
 from quire.jobs.maintenance import Upkeep
 from quire.manifest import check as checker
@@ -22,6 +21,7 @@ from quire.manifest.overlay import Overlay
 from quire.manifest.records import RefcountRecord, Residency
 from quire.objects.api import list_objects
 from quire.objects.local import LocalStore
+from quire.objects.open import open_store
 from quire.objects.remote import RemoteStore
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -82,10 +82,12 @@ def a_snapshot_loses_a_slot(patch: pytest.MonkeyPatch) -> None:
 def bytes_go_whoever_needs_them(patch: pytest.MonkeyPatch) -> None:
     """Objects that were not planned."""
 
-    def deleting(task: Any, **seams: Any) -> Any:
-        done = run.delete(task, **seams)
-        for place in task.places[:1]:
-            store = seams["open_store"](place.url)
+    delete = delete_module.delete
+
+    def deleting(places: Any, **seams: Any) -> Any:
+        done = delete(places, **seams)
+        for place in places[:1]:
+            store = open_store(place.url)
             store.delete_many([info.key for info in list_objects(store)])
         return done
 

@@ -11,7 +11,7 @@ enqueues it, a worker does it. Only the owner's clock decides.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 
@@ -27,13 +27,13 @@ from quire.core.errors import (
 from quire.core.events import emit
 from quire.jobs.context import JobContext
 from quire.jobs.leftovers import sweep_leftovers
+from quire.jobs.residency import apply_policy
 from quire.jobs.stream_checkpoint.job import unpublished
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import PruneAudit
 from quire.manifest.ops.local import PruneIdempotency
-from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbStatus, JobKind, WalState
+from quire.manifest.records import DbKind, DbRecord, DbStatus, JobKind, WalRecord, WalState
 from quire.manifest.retention import SCHEDULE_TAG, has_scheduled, scheduled
 
 SLOW_SECONDS = 60.0
@@ -228,52 +228,47 @@ class Upkeep:
         done.delete_jobs += manifest.jobs.ensure_deletions(origins)
 
     def _checkpoints(self, done: Round) -> None:
-        """Databases with enough, or old enough, sealed WAL get a checkpoint job (docs/design.md, defaults)."""
-        manifest, settings = self._ctx.manifest, self._ctx.settings
-        oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
+        """Page databases with enough, or old enough, sealed WAL get a checkpoint job (docs/design.md, defaults)."""
         due: list[int] = []
-        with manifest.read() as txn:
+        with self._ctx.manifest.read() as txn:
             for db_id in set(txn.owners(t.WAL_CATALOG)) - txn.refused_databases():
                 try:
-                    if self._is_due(txn, db_id, oldest):
+                    sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state in UNABSORBED]
+                    if self._is_due(sealed) and self._is_live(txn.database(db_id), DbKind.PAGES):
                         due.append(db_id)
                 except ManifestDamaged as error:
                     emit("error", "upkeep.skipped", db_id=db_id, step="checkpoints", error=str(error))
-        for db_id in due:
-            if not manifest.jobs.outstanding(db_id, JobKind.CHECKPOINT):
-                try:
-                    manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id, {"sealed_only": True})
-                    done.checkpoints += 1
-                except JobAlreadyPending:
-                    pass  # somebody was quicker
-
-    def _is_due(self, txn: ReadTxn, db_id: int, oldest_ms: int) -> bool:
-        """Whether a page database has enough, or old enough, sealed WAL."""
-        sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state in UNABSORBED]
-        heavy = sum(row.used_bytes for row in sealed) >= self._ctx.settings.checkpoint_bytes
-        if not sealed or not (heavy or min(row.sealed_at_ms for row in sealed) <= oldest_ms):
-            return False
-        record = txn.database(db_id)
-        return record is not None and record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED
+        self._checkpoint(due, {"sealed_only": True}, done)
 
     def _stream_checkpoints(self, done: Round) -> None:
         """The same for streams, once a minute: their sealed segments become chunks."""
-        manifest, settings = self._ctx.manifest, self._ctx.settings
-        oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
-        due: list[int] = []
-        with manifest.read() as txn:
-            closed = txn.refused_databases()
-            for db_id, record in txn.databases():
-                if record.kind is not DbKind.STREAM or record.status is DbStatus.TOMBSTONED or db_id in closed:
-                    continue
-                rows = [row for _, row in unpublished(txn, db_id)]
-                heavy = sum(row.used_bytes for row in rows) >= settings.checkpoint_bytes
-                if rows and (heavy or min(row.sealed_at_ms for row in rows) <= oldest):
-                    due.append(db_id)
+        with self._ctx.manifest.read() as txn:
+            refused = txn.refused_databases()
+            due = [
+                db_id
+                for db_id, record in txn.databases()
+                if self._is_live(record, DbKind.STREAM)
+                and db_id not in refused
+                and self._is_due([row for _, row in unpublished(txn, db_id)])
+            ]
+        self._checkpoint(due, None, done)
+
+    def _is_due(self, sealed: Sequence[WalRecord]) -> bool:
+        """Whether sealed segments are enough, or old enough, for a checkpoint."""
+        settings = self._ctx.settings
+        oldest_ms = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
+        heavy = sum(row.used_bytes for row in sealed) >= settings.checkpoint_bytes
+        return bool(sealed) and (heavy or min(row.sealed_at_ms for row in sealed) <= oldest_ms)
+
+    def _is_live(self, record: DbRecord | None, kind: DbKind) -> bool:
+        return record is not None and record.kind is kind and record.status is not DbStatus.TOMBSTONED
+
+    def _checkpoint(self, due: Iterable[int], payload: dict[str, bool] | None, done: Round) -> None:
+        jobs = self._ctx.manifest.jobs
         for db_id in due:
-            if not manifest.jobs.outstanding(db_id, JobKind.CHECKPOINT):
-                with suppress(JobAlreadyPending):  # somebody was quicker
-                    manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id)
+            if not jobs.outstanding(db_id, JobKind.CHECKPOINT):
+                with suppress(JobAlreadyPending):  # another thread was quicker
+                    jobs.enqueue(JobKind.CHECKPOINT, db_id, payload)
                     done.checkpoints += 1
 
     def _bundles(self, done: Round) -> None:
@@ -289,8 +284,6 @@ class Upkeep:
 
     def _evictions(self, done: Round) -> None:
         """Old copies that `evict` would remove leave the disk: an upload first, if need be, the eviction in a later round."""
-        from quire.jobs.residency import apply_policy
-
         manifest, before = self._ctx.manifest, self._ctx.clock.now_ms() - int(self._ctx.settings.evict_seconds * 1000)
         with manifest.read() as txn:
             databases = {

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from quire.core.errors import InternalError, InvalidInput, QuireError, SparkUnavailable
 from quire.core.events import emit
 from quire.core.limits import MIB
@@ -38,7 +40,6 @@ from quire.jobs.locations import OpenStore
 from quire.pages.sources import Sources
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     Numbers: TypeAlias = NDArray[np.uint64]

@@ -20,6 +20,7 @@ from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound, Unavail
 from quire.core.settings import load
 from quire.durable import names
 from quire.durable.files import OsDisk, read_all
+from quire.objects.options import options_at
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
 if TYPE_CHECKING:
@@ -66,8 +67,6 @@ def object_options(hello: Hello) -> dict[str, StoreOptions]:
 
     Else, and on every executor, the environment decides. What `env:NAME` stands for is read here.
     """
-    from quire.objects.options import options_at
-
     try:
         settings = load(read_all(OsDisk(), os.path.join(hello.path, names.CONFIG)))
     except (FileNotFoundError, AccessDenied):

@@ -38,6 +38,7 @@ from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
 from quire.pages.chunk_format import ChunkIdentity
 from quire.pages.chunk_reader import ChunkReader, adopts, check_chain
+from quire.pages.chunk_verify import describe
 from quire.pages.chunk_writer import ChunkInfo, ChunkWriter
 from quire.pages.segment import FRAME_CHECKED_BYTES, FRAME_HEAD_BYTES, ZERO
 from quire.pages.segment_file import SegmentFile
@@ -144,8 +145,6 @@ def write_slot(
 
 def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInfo:
     """What is there already, written by an earlier run of this very plan; its row describes those bytes, not ours."""
-    from quire.pages.chunk_verify import describe
-
     store = open_store(task.url)
     return describe(lambda offset, length: store.get_range(task.object_key, offset, length), size_bytes)
 

@@ -21,17 +21,18 @@ before, with files of ours that no row names (`jobs/leftovers.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from quire.core.errors import ManifestDamaged
+from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
 from quire.durable.failpoints import hit
+from quire.durable.files import Disk
 from quire.jobs.context import JobContext
-from quire.jobs.delete.run import DeleteTask, delete
+from quire.jobs.copies import remove_files
 from quire.jobs.handler import Completed, Deferred, Outcome, Progress, commit_step
 from quire.jobs.leftovers import remove_empty, remove_home
 from quire.jobs.locations import ArtifactLocation, AttemptFailures
@@ -49,6 +50,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, JobKind
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.manifest.verification import borrows
+from quire.objects.collector import Collector
 
 OTHER_JOBS_MS = 60_000
 """How long the tombstone of a dropped database waits before it looks again whether its last jobs have ended."""
@@ -74,7 +76,7 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
             result = {"artifacts": artifacts, "freed_bytes": freed}
             return _end_of(ctx, db_id, result) if bare else Completed(result)
         hit("jobs.delete.planned")
-        done = delete(plan.task, disk=ctx.disk, collector=ctx.collector)
+        done = delete(plan.places, disk=ctx.disk, collector=ctx.collector)
         for place, error in done.failed:
             trouble.add(place, error)
         if ops := deletion_ops(plan, done.gone, db_id):
@@ -106,7 +108,8 @@ class DeletePlan:
     """One step of a delete job."""
 
     leaves: tuple[ArtifactKey, ...]
-    task: DeleteTask
+    places: tuple[ArtifactLocation, ...]
+    """Artifacts whose bytes are to go."""
     rowless: tuple[ArtifactKey, ...]
     """Counts at zero that no bytes belong to: only rows go. Namespaces are such, and chunks whose bytes are a stream's."""
     orphans: tuple[ArtifactKey, ...]
@@ -121,7 +124,7 @@ class DeletePlan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do now."""
-        return not any((self.leaves, self.task.places, self.rowless, self.orphans, self.stale_pages, self.plans))
+        return not any((self.leaves, self.places, self.rowless, self.orphans, self.stale_pages, self.plans))
 
 
 def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFailures) -> DeletePlan:
@@ -170,7 +173,7 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
             plans = [key[1] for key, _ in txn.scan(t.CHECKPOINT_PLAN, db_id)]
     return DeletePlan(
         leaves=tuple(leaves),
-        task=DeleteTask(tuple(places)),
+        places=tuple(places),
         rowless=tuple(rowless),
         orphans=tuple(orphans),
         stale_pages=stale_pages,
@@ -230,6 +233,48 @@ def _orphans(txn: ReadTxn, db_id: int) -> Iterator[ArtifactKey]:
             yield key
 
 
+# ── deleting bytes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What was removed, and what could not be."""
+
+    gone: tuple[ArtifactKey, ...]
+    freed_bytes: int
+    failed: tuple[tuple[ArtifactLocation, QuireError], ...] = ()
+
+
+def delete(places: Sequence[ArtifactLocation], *, disk: Disk, collector: Collector) -> Deleted:
+    """Remove the bytes at these places; those of `gone` are, on return.
+
+    What is gone already is a success. Objects go where a row promises one, and where an upload has announced one. Files go
+    in any case: a move that was given up may have left one that the row does not promise.
+    """
+    failed: dict[ArtifactKey, QuireError] = {}
+    # A name that came back after a crash, when its row has left the manifest, would never be looked for again: it is synced.
+    faults = remove_files((path for place in places for path in (place.local, place.staged)), disk)
+    for place in places:
+        if (fault := faults.get(place.local) or faults.get(place.staged)) is not None:
+            failed[place.key] = fault
+    hit("jobs.delete.files_gone")
+    by_url: dict[str, list[ArtifactLocation]] = {}
+    for place in places:
+        if place.may_have_remote:
+            by_url.setdefault(place.url, []).append(place)
+    for url, stored in by_url.items():
+        try:
+            collector.delete(url, [place.object_key for place in stored])
+        except QuireError as error:
+            for place in stored:
+                failed.setdefault(place.key, error)
+    hit("jobs.delete.objects_gone")
+    gone = [place for place in places if place.key not in failed]
+    return Deleted(
+        tuple(place.key for place in gone),
+        sum(place.size_bytes for place in gone),
+        tuple((place, failed[place.key]) for place in places if place.key in failed),
+    )
+
+
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 STEP_PAGE_ROWS = 4_096
 """Rows of a dropped database's page index that go in one commit: a few milliseconds."""
@@ -250,7 +295,7 @@ def deletion_ops(plan: DeletePlan, gone: Iterable[ArtifactKey], db_id: int) -> l
 def next_origins(txn: ReadTxn, plan: DeletePlan, db_id: int) -> set[int]:
     """The databases whose delete jobs may have work after this step: those whose artifacts the leaves held, and namespaces."""
     origins = {db_id}
-    if plan.task.places:
+    if plan.places:
         origins.add(NAMESPACES)
     for leaf in plan.leaves:
         row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)

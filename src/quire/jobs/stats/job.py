@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from quire.core.ids import ArtifactKind
 from quire.core.json_values import plain
 from quire.durable.space import Space
+from quire.jobs.audit.run import RowBlock, piece_of, split_block
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.row_groups import Waves, cut, part
 from quire.jobs.runner import Key
-from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
+from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Shares, added, join_shares
 from quire.manifest import tables as t
 from quire.manifest.holders import encode, named_by
 from quire.manifest.jobqueue import Job
@@ -60,7 +61,7 @@ def stats_job(
         runner = ctx.choose_runner(runner_name, groups.rows * BYTES_A_ROW, label="quire-stats")
         for wave in groups:
             ends = done + sum(len(block.rows) for block in wave)
-            for answer in runner.regroup(split_rows, wave, join_shares, tick=part(progress, done, ends, total)):
+            for answer in runner.regroup(split_block, wave, join_shares, tick=part(progress, done, ends, total)):
                 sums.add(answer.result())
             done = ends
         usages = described(txn, sums)
@@ -115,7 +116,7 @@ def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
     total = Totals()
     for wave in waves(txn, now_ms):
         parts: dict[Key, list[tuple[str, Numbers]]] = defaultdict(list)
-        for key, piece in chain.from_iterable(split_rows(block, nothing) for block in wave):
+        for key, piece in chain.from_iterable(split_block(block, nothing) for block in wave):
             parts[key].append(piece)
         for key in list(parts):
             total.add(join_shares(key, None, parts.pop(key), nothing))
@@ -174,18 +175,18 @@ def _usage(sums: Iterable[int], page_size: int, **who: Any) -> Usage:
 
 
 # ── rows as numbers ───────────────────────────────────────────────────────────────────────────────────────────────────
-def waves(txn: ReadTxn, now_ms: int) -> Waves[Rows]:
+def waves(txn: ReadTxn, now_ms: int) -> Waves[RowBlock]:
     """Every fact and every holding, as many at a time as memory should hold."""
     return cut(lambda: blocks(txn, now_ms), piece_of, WAVE_ROWS)
 
 
-def blocks(txn: ReadTxn, now_ms: int) -> Iterator[Rows]:
+def blocks(txn: ReadTxn, now_ms: int) -> Iterator[RowBlock]:
     """Every fact and every holding, some thousands at a time."""
     for rows in _facts(txn, now_ms - DAY_MS):
-        yield Rows("fact", rows)
+        yield RowBlock("fact", rows)
     for rows in chain(_leaf_holdings(txn), _wal_holdings(txn)):
         for start in range(0, len(rows), STEP_ROWS):
-            yield Rows("holding", rows[start : start + STEP_ROWS])
+            yield RowBlock("holding", rows[start : start + STEP_ROWS])
 
 
 def _steps(rows: Iterable[tuple[int, ...]], count: int) -> Iterator[Numbers]:

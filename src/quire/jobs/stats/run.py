@@ -11,18 +11,11 @@ about 2^10 ids of one database. Safe to run on an executor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Residency
-
-PIECE_BITS = 10
-"""Ids of one database that are added up together: 2^10. Each may be held by as many as there are snapshots."""
 
 TIER = "tier:"
 """Before the name of a residency: what lies there."""
@@ -32,8 +25,6 @@ SUMS = (
     *(TIER + tier.name.lower() for tier in Residency),
 )  # fmt: skip
 """What is added up."""
-
-LINE_BYTES = 8 * (2 + len(SUMS))
 
 WHOLE = -1
 """In place of a snapshot: the database with its snapshots."""
@@ -46,34 +37,6 @@ Sums = NDArray[np.int64]
 
 Shares = Sums
 """Lines of (database, snapshot, sums)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Facts, or holdings."""
-
-    sort: str
-    rows: Numbers
-    db_id: int = 0
-
-
-def piece_of(rows: Numbers) -> Numbers:
-    """The key of each row, as one number: the artifact's origin, and a piece of its ids."""
-    pieces: Numbers = rows[:, 0] >> np.uint64(24) << np.uint64(32) | rows[:, 1] >> np.uint64(32 + PIECE_BITS)
-    return pieces
-
-
-def split_rows(given: Rows, _tools: Tools) -> Iterator[tuple[Key, tuple[str, Numbers]]]:
-    """By the artifact's origin, and a piece of its ids."""
-    if not len(given.rows):
-        return
-    pieces = piece_of(given.rows)
-    order = np.argsort(pieces, kind="stable")
-    pieces, rows = pieces[order], given.rows[order]
-    starts = [0, *(np.flatnonzero(pieces[1:] != pieces[:-1]) + 1).tolist(), len(rows)]
-    for start, stop in pairwise(starts):
-        piece = int(pieces[start])
-        yield (piece >> 32, piece & 0xFFFFFFFF), (given.sort, rows[start:stop])
 
 
 def join_shares(_key: Key, _task: None, parts: list[tuple[str, Numbers]], _tools: Tools) -> Shares:

@@ -9,20 +9,32 @@ retention has ended one meanwhile, and (`StalePlan`) if a leaf is not the one th
 mark of the WAL stays: snapshots go on pinning segments, which is what retention asks.
 
 A crash before that leaves nothing, or a reserved generation that nothing has.
+
+A chunk's row borrows the segment's bytes: its `suffix` names the segment's object, its residency is fixed and its size is 0.
+Where the bytes are is said once, in `wal_catalog` (M6); nothing moves, verifies, counts or deletes bytes by a borrowed row.
+One copy of a segment is enough: the file as it was written, the compressed one, or the object. One without a copy is reported
+and not published: it may have moved between two looks.
+
+    >>> from quire.manifest.verification import borrows
+    >>> borrows(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
+    True
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quire.core.errors import ObjectNotFound
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
-from quire.durable.names import StreamSegmentFile, Tier
+from quire.durable.files import Disk
+from quire.durable.names import StreamSegmentFile, Tier, object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
-from quire.jobs.stream_checkpoint.run import SegmentToSee, row_of, see
+from quire.jobs.locations import OpenStore
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.artifacts import PutChunk
@@ -31,7 +43,16 @@ from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.slots import SetSlots
 from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import JobKind, LeafRef, WalFormat, WalRecord, WalState
+from quire.manifest.records import (
+    ChunkRecord,
+    Compression,
+    JobKind,
+    LeafRef,
+    Residency,
+    WalFormat,
+    WalRecord,
+    WalState,
+)
 from quire.manifest.slots import Leaf, Link, pack_leaf, place
 
 
@@ -118,6 +139,50 @@ def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee
     return segments
 
 
+# ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentToSee:
+    """Where copies of a segment may be."""
+
+    segment_id: int
+    hot: str
+    warm: str
+    url: str
+    object_key: str
+    """Empty: there is no object."""
+    used_bytes: int
+
+
+def see(segments: Iterable[SegmentToSee], *, disk: Disk, open_store: OpenStore) -> set[int]:
+    """Those of which a copy is there."""
+    present = {segment.segment_id for segment in segments if _is_there(segment, disk, open_store)}
+    hit("jobs.stream_checkpoint.seen")
+    return present
+
+
+def _is_there(segment: SegmentToSee, disk: Disk, open_store: OpenStore) -> bool:
+    if _size(disk, segment.hot) >= segment.used_bytes or _size(disk, segment.warm) > 0:
+        return True
+    if not segment.object_key:
+        return False
+    try:
+        open_store(segment.url).head(segment.object_key)
+    except ObjectNotFound:
+        return False
+    return True
+
+
+def _size(disk: Disk, path: str) -> int:
+    try:
+        file = disk.open(path, write=False)
+    except FileNotFoundError:
+        return 0
+    try:
+        return file.size()
+    finally:
+        file.close()
+
+
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def publish_ops(txn: ReadTxn, plan: StreamPlan, seen: set[int], generation: int) -> list[Op]:
     """The batch, planned on what `txn` shows. The moment of a row is that of its sealing: a repeat makes the same row."""
@@ -137,3 +202,16 @@ def publish_ops(txn: ReadTxn, plan: StreamPlan, seen: set[int], generation: int)
         before = (held.origin_db_id, held.generation)
         ops.append(SetSlots(plan.stream_id, leaf, generation, *before, pack_leaf(changes)))
     return ops
+
+
+def row_of(stream_id: int, segment_id: int, *, first_lsn: int, last_lsn: int, at_ms: int) -> ChunkRecord:
+    """The row of a segment's chunk. It is the same whenever it is made, but for `at_ms`."""
+    return ChunkRecord(
+        Residency.LOCAL,
+        0,
+        at_ms,
+        lsn_start=first_lsn,
+        lsn_end=last_lsn,
+        compression=Compression.NONE,
+        suffix=object_key(ArtifactKey(stream_id, ArtifactKind.WAL, segment_id, 0)),
+    )

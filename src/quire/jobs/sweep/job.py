@@ -52,6 +52,7 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency
 from quire.objects.guarded import path_store
+from quire.pages.catalog import space_of
 
 WAVE_RANGES = 256
 """Compared in one run of the runner: 4 million names at most, 8 bytes of each in memory."""
@@ -265,8 +266,6 @@ class ListingRange:
 
 def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
     """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
-    from quire.pages.catalog import space_of
-
     namespaces: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
     is_old = "" in txn.object_prefixes()
     for (number,), space in txn.scan(t.REMOTE_NAMESPACE):

@@ -28,25 +28,36 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as with_digest
 from typing import Any
 
 from msgspec.structs import replace
 
-from quire.core.errors import Corruption, InvalidInput, UnknownArtifact
+from quire.core.errors import AlreadyExists, Corruption, InvalidInput, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
+from quire.durable.files import Disk
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
-from quire.jobs.copies import Tick
+from quire.jobs.copies import (
+    Tick,
+    checked_file,
+    checked_object,
+    damaged,
+    difference,
+    fetch,
+    look_at_object,
+    remove_files,
+)
 from quire.jobs.handler import Completed, Deferred, Outcome, Progress, artifact_of, commit_step, options, update
 from quire.jobs.locations import ArtifactLocation
-from quire.jobs.tiers.run import MoveTask, Uploaded, check_before_eviction, hydrate, remove_local, upload
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Op
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalFormat, WalRecord, WalState
 from quire.manifest.verification import borrows
+from quire.objects.api import ExistingObject, ObjectStore
 
 WAIT_MS = 1_000
 """How long a move waits for another one of the same artifact before it looks again."""
@@ -115,7 +126,7 @@ def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
     if plan.announce is not None:
         commit_step(ctx, job, [announcement(plan)])
         hit("jobs.upload.announced")
-    done = upload(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
+    done = upload(task.place, ctx.open_store(place.url), ctx.disk, tick)
     if _is_gone(ctx, place):
         # Its row went while it was sent: nothing would ever look for it again.
         ctx.collector.delete(place.url, [place.object_key])
@@ -126,10 +137,10 @@ def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
 def _evict(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
     task, place = plan.task, plan.task.place
     if not plan.is_done:
-        check_before_eviction(task, open_store=ctx.open_store, tick=tick)
+        check_before_eviction(task, ctx.open_store(place.url), tick)
         commit_step(ctx, job, [evicted(task)])
         hit("jobs.evict.published")
-    remove_local(place, disk=ctx.disk)  # also if it is done: an earlier attempt may have ended before this
+    remove_local(place, ctx.disk)  # also if it is done: an earlier attempt may have ended before this
     return Completed({"moved_bytes": 0 if plan.is_done else place.size_bytes})
 
 
@@ -137,9 +148,9 @@ def _hydrate(ctx: JobContext, _job: Job, plan: MovePlan, tick: Tick) -> Complete
     task, place = plan.task, plan.task.place
     if plan.is_done:
         return Completed({"moved_bytes": 0})
-    fetched = hydrate(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
+    fetched = fetch(place, ctx.root, disk=ctx.disk, store=ctx.open_store(place.url), tick=tick)
     if _is_gone(ctx, place):
-        remove_local(place, disk=ctx.disk)
+        remove_local(place, ctx.disk)
     return Completed({"moved_bytes": place.size_bytes if fetched else 0}, ops=(hydrated(task, fetched=fetched),))
 
 
@@ -150,8 +161,90 @@ def _is_gone(ctx: JobContext, place: ArtifactLocation) -> bool:
     return counts is None or not (counts.in_use or counts.pending_upload)
 
 
+# ── moving bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """What an upload led to."""
+
+    size_bytes: int
+    sha256: bytes
+    was_there: bool
+
+
+def upload(place: ArtifactLocation, store: ObjectStore, disk: Disk, tick: Tick) -> Uploaded:
+    """Put an artifact's file as its object; the object is durable and seen on return.
+
+    An object that is there already is adopted if it has our size and our sha256: the answer to an earlier put may have been
+    lost (P11). No bytes are passed on that are not those the row describes.
+    """
+    copy = checked_file(place, disk, tick)
+    hit("jobs.upload.hashed")
+    place = with_digest(place, sha256=copy.sha256)
+    try:
+        was_there = _put(place, store, disk, is_longer=copy.size_bytes > place.size_bytes)
+    except AlreadyExists as error:
+        raise Corruption(
+            "a different object exists under the artifact's key",
+            hint="nothing was overwritten; check that object, remove it, and upload again",
+            artifact=place.key,
+            **error.where,
+        ) from error
+    hit("jobs.upload.sent")
+    check_size(place, store)
+    hit("jobs.upload.checked")
+    return Uploaded(place.size_bytes, place.sha256, was_there)
+
+
+def _put(place: ArtifactLocation, store: ObjectStore, disk: Disk, *, is_longer: bool) -> bool:
+    def is_ours(existing: ExistingObject) -> bool:
+        same_size = existing.info.size_bytes == place.size_bytes
+        return same_size and not difference(place, look_at_object(place, existing.store), is_file=False)
+
+    if not is_longer:
+        return store.put_file(place.object_key, place.local, create_only=True, identity=is_ours).adopted
+    # The file is a preallocated WAL segment (16 MiB at most, P1), the object what is used of it.
+    file = disk.open(place.local, write=False)
+    try:
+        used = file.read_at(place.size_bytes, 0)
+    finally:
+        file.close()
+    return store.put(place.object_key, used, create_only=True, identity=is_ours, sha256=place.sha256).adopted
+
+
+def check_size(place: ArtifactLocation, store: ObjectStore) -> None:
+    """Raise unless the object is there and has the right size."""
+    size = store.head(place.object_key).size_bytes
+    if size != place.size_bytes:
+        what = f"the object has {size} bytes instead of {place.size_bytes}"
+        raise damaged(place, what, store=store.url, key=place.object_key)
+
+
+def check_before_eviction(task: MoveTask, store: ObjectStore, tick: Tick) -> None:
+    """Raise unless the object can take the file's place: it is there, and whole; if there is doubt, every byte of it."""
+    check_size(task.place, store)
+    if task.is_suspect:
+        checked_object(task.place, store, tick)
+    hit("jobs.evict.checked")
+
+
+def remove_local(place: ArtifactLocation, disk: Disk) -> None:
+    """Remove an artifact's file, and what a fetch may have left beside it."""
+    for fault in remove_files([place.local, place.staged], disk).values():
+        raise fault
+    hit("jobs.evict.removed")
+
+
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTask:
+    """One artifact whose bytes are to move."""
+
+    place: ArtifactLocation
+    is_suspect: bool = False
+    """A verification found one of its copies missing or altered: take nothing for granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +334,7 @@ def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
 
 
 def _task(ctx: JobContext, txn: ReadTxn, key: ArtifactKey, row: Any) -> MoveTask:
-    return MoveTask(ctx.place_of(txn, key, row), ctx.root, is_suspect=row.verify_state in DAMAGED)
+    return MoveTask(ctx.place_of(txn, key, row), is_suspect=row.verify_state in DAMAGED)
 
 
 def _is_uploading(txn: ReadTxn, key: ArtifactKey) -> bool:

@@ -27,6 +27,7 @@ from quire.jobs.copies import CopyDigest, difference, look_at_file, look_at_obje
 from quire.jobs.locations import ArtifactLocation, AttemptFailures, OpenStore
 from quire.jobs.runner import Tools
 from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
+from quire.lsm.sst_reader import SSTable
 from quire.manifest.records import VerifyState
 from quire.pages.chunk_format import load_footer
 from quire.pages.segment_scan import open_damage, sealed_damage
@@ -220,8 +221,6 @@ def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
             is_same = len(data) == file.size_bytes and sha256(data).hex() == file.sha256
             return [] if is_same else ["the object is not what was backed up"]
         if file.kind is FileKind.KV_TABLE:
-            from quire.lsm.sst_reader import SSTable  # Arrow with it
-
             table = SSTable.open(tools.disk, file.path, file.number)
             try:
                 return list(table.verify())
