@@ -31,11 +31,11 @@ from quire.durable.files import OsDisk, read_all
 from quire.durable.log_format import HEAD, HEADER_BYTES, LINK
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import LsmHome, sst_entry_path
-from quire.lsm.compaction import run, table_options
+from quire.lsm.compaction import VersionRetention, table_options
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import AddSst, AllocateSstId, ManifestSstEntry, RemoveSst, UpdateLsn
 from quire.lsm.manifest_format import LOG_FIRST, encode_event
-from quire.lsm.merge import SORT_KEYS, VersionRetention
+from quire.lsm.merge import SORT_KEYS, merge_tables
 from quire.lsm.sst_format import SCHEMA
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
@@ -271,7 +271,9 @@ def compaction(report: Report, directory: Path, quick: bool) -> None:
             number = next(numbers)
             return number, str(folder / f"{number}.sst")
 
-        outputs = run(disk, inputs, keep, level=1, table_bytes=LARGE.table_bytes, options=options, new_table=new_table)
+        outputs = merge_tables(
+            disk, inputs, keep, level=1, table_bytes=LARGE.table_bytes, options=options, new_table=new_table
+        )
         assert sum(meta.rows for _, meta in outputs) == count * runs
 
     def arrow(threads: bool) -> None:

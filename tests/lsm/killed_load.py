@@ -8,10 +8,9 @@ import pyarrow as pa
 
 from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
-from quire.lsm.bulk import BulkWriter, LoadTarget
+from quire.lsm.bulk import BulkWriter, LoadTarget, begin_load
+from quire.lsm.compaction import TableOptions
 from quire.lsm.kv import Kv
-from quire.lsm.loading import begin_load
-from quire.lsm.sst_writer import TableOptions
 from tests.lsm.worlds import TINY
 from tests.nursery import Line
 

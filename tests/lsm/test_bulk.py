@@ -23,13 +23,11 @@ from quire.durable import failpoints
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import LsmHome, load_number
 from quire.lsm import load_notes
-from quire.lsm.bulk import BulkWriter, LoadTarget
-from quire.lsm.compaction import LEVELS_MAX, level_for
+from quire.lsm.bulk import BulkWriter, Load, LoadTarget, begin_load, published
+from quire.lsm.compaction import LEVELS_MAX, TableOptions, level_for
 from quire.lsm.kv import Kv
 from quire.lsm.load_notes import LoadNote, read_note, write_note
-from quire.lsm.loading import Load, begin_load, published
 from quire.lsm.sst_reader import SSTable
-from quire.lsm.sst_writer import TableOptions
 from quire.lsm.verify import problems
 from quire.lsm.view import Levels
 from tests.lsm.worlds import TINY

@@ -26,7 +26,7 @@ from quire.core.errors import (
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.lsm.backup import back_up, backups, read_backup, restore
-from quire.lsm.loading import begin_load
+from quire.lsm.bulk import begin_load
 from quire.lsm.remote_compaction import plan_major, run_task
 from quire.lsm.sst_writer import TableWriter
 from quire.store.store import Store

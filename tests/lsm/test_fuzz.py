@@ -26,8 +26,8 @@ from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.checksums import crc32
 from quire.lsm import manifest_format as mf
 from quire.lsm.backup import back_up, read_backup, restore
-from quire.lsm.block_bounds import BLOCK_ROWS_MAX, check_message
 from quire.lsm.load_notes import LoadNote
+from quire.lsm.sst_format import BLOCK_ROWS_MAX, check_message
 from quire.lsm.wal import decode_batch
 from quire.objects.api import list_objects
 from tests.lsm.crafted import parts_of, put_together, read_every_way

@@ -32,7 +32,8 @@ from quire.lsm.manifest_data import (
     Version,
     kind_of,
 )
-from quire.lsm.witnesses import StoreFacts, TableFollower, end_row
+from quire.lsm.projection import KvProjection
+from quire.lsm.witnesses import StoreFacts, end_row
 from quire.manifest.records import LsmEndsRecord
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut, each_fault
@@ -120,7 +121,7 @@ def test_when_abandoning_fails_too_nothing_more_is_taken(tmp_path: Path, monkeyp
 def test_a_log_that_nobody_has_recorded_is_not_abandoned_for_another(tmp_path: Path) -> None:
     """Issue 18: an open knows the log that was recorded and the one behind it; a third was taken for another database's."""
     home = home_in(tmp_path)
-    manifest = Manifest.open(OsDisk(), home, StoreFacts(follower=cast(TableFollower, object())))
+    manifest = Manifest.open(OsDisk(), home, StoreFacts(follower=cast(KvProjection, object())))
     manifest.update_lsn(1)
     for lsn in (1, 2):
         manifest.recorded(manifest.life)

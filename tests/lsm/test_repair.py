@@ -16,7 +16,7 @@ from quire.durable.files import OsDisk
 from quire.durable.names import LsmHome
 from quire.durable.quarantine import entries
 from quire.lsm.backup import back_up
-from quire.lsm.inventory import RepairReport
+from quire.lsm.repair import RepairReport
 from quire.store.store import Store
 from tests.lsm.worlds import TINY, assert_same, assert_sound, forget_ends
 

@@ -25,8 +25,9 @@ from quire.durable.names import (
     lsm_snapshot_dir,
     sst_entry_path,
 )
+from quire.lsm.compaction import VersionRetention
 from quire.lsm.memtable import Memtable
-from quire.lsm.merge import VersionRetention, compacted, merged, retained, scan_parts, visible
+from quire.lsm.merge import compacted, merged, retained, scan_parts, visible
 from quire.lsm.wal import LOG_KIND, KvWal, batches_of, decode_batch, encode_batch
 from quire.lsm.witnesses import Owner
 from tests.lsm.tables import KEYS, ROWS, VALUES, Row, batch_of, in_order, make_table, newest, rows_of

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from quire.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from quire.lsm.bulk import BulkWriter
-    from quire.lsm.loading import Load, begin_load, published
+    from quire.lsm.bulk import BulkWriter, Load, begin_load, published
 
 __all__ = [
     "BulkWriter",
@@ -20,8 +19,8 @@ if not TYPE_CHECKING:
         __name__,
         {
             "BulkWriter": "quire.lsm.bulk",
-            "Load": "quire.lsm.loading",
-            "begin_load": "quire.lsm.loading",
-            "published": "quire.lsm.loading",
+            "Load": "quire.lsm.bulk",
+            "begin_load": "quire.lsm.bulk",
+            "published": "quire.lsm.bulk",
         },
     )

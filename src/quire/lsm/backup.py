@@ -1,21 +1,9 @@
 """Copies a key-value database into an object store, and brings it back.
 
-Terms
-  backup   a database as it was at one moment: a list (`backups/<lsn>.json`) and the tables that it names
-  label    what the backups of one database have in common: a name below which their objects are
-
-Rules
-  1. Tables go first, the list last: a backup is there whole or not at all.
-  2. Tables never change, so one that is there is not sent again: the next backup costs what is new. Its object's name has the
-     checksum of its bytes; another table under the same name is an error, not a guess.
-  3. A backup is superseded when `keep` newer ones of its label are there. The next backup removes superseded ones, and so does
-     `prune`: their lists first, then tables that no list names. A table younger than an hour may belong to a backup under
-     way and stays; while a list cannot be read, all tables stay. A crash in between leaves tables for the next time.
-  4. Restoring checks size and SHA-256 of every table before the database gets its name, and opens every table.
-
-Objects: `<home>/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `<home>/<label>/backups/<lsn:016x>.json`. The home of a
-store's backups is below its identity (`object_names.kv_backups_prefix`), so that two stores in one bucket may use one label;
-older stores had all of theirs in `kv`.
+A backup is a list (`backups/<lsn>.json`) and the tables that it names, below a label. Tables go first, the list last, so a
+backup is there whole or not at all. Tables never change: one that is there already is not sent again. Objects:
+`<home>/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `<home>/<label>/backups/<lsn:016x>.json`. The home of a store's
+backups is below its identity (`object_names.kv_backups_prefix`), so that two stores in one bucket may use one label.
 
 Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Corruption`, and what the object store raises.
 """
@@ -94,7 +82,7 @@ class Backup(msgspec.Struct, frozen=True):
 
 
 def back_up(kv: Kv, store: ObjectStore, label: str, home: str = FORMER_HOME) -> Backup:
-    """Everything that was written by now, in the object store (rules 1 and 2)."""
+    """Everything that was written by now, in the object store."""
     with _ONE_AT_A_TIME:
         lsn = kv.last_lsn
         kv.flush()
@@ -176,7 +164,11 @@ def prune(
     dry_run: bool = False,
     home: str = FORMER_HOME,
 ) -> Pruned:
-    """Remove the backups of a label but the newest `keep`, and tables that none of those needs (rule 3)."""
+    """Remove the backups of a label but the newest `keep`, and tables that none of those needs.
+
+    Lists go first, then tables: a crash in between leaves tables for the next time. While a list cannot be read, all tables
+    stay.
+    """
     if keep < 0:
         raise InvalidInput("the number of backups to keep must not be negative", keep=keep)
     with _ONE_AT_A_TIME:
@@ -253,7 +245,7 @@ def find_table(
 
 
 def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None:
-    """Make the files of a database in `target` (rule 4)."""
+    """Make the files of a database in `target`."""
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     tables: dict[int, ManifestSstEntry] = {}

@@ -1,24 +1,20 @@
 """The bloom filter of a table: answers "certainly not here" without reading a block.
 
-Terms
-  hash   64 bits of a key; made for a whole column at once, or for one key, with the same result
-  bits   the size of the filter; probes are `h1 + i × h2 mod bits`, with the halves of the hash as h1 and h2
+`hash_keys(column)[i] == hash_key(column[i])` for ever, because filters are stored. There are no false negatives, and about 1
+% false positives at 10 bits for each key. numpy works on one 8-byte word of all keys at a time: no loop over rows.
 
-Rules
-  1. `hash_keys(column)[i] == hash_key(column[i])`, for ever: filters are stored.
-  2. No false negatives. False positives: about 1 % at 10 bits for each key (measured in the tests).
-  3. No loop over rows: numpy works on one 8-byte word of all keys at a time, so the loop is as long as the longest key.
-
-Pure functions, any thread; importable on executors. The filter's place in a table: `docs/formats/sstable.md`.
-"""
+Pure functions, any thread; importable on executors. The filter's place in a table: `docs/formats/sstable.md`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MULTIPLIER = 0x9E3779B97F4A7C15
 FINAL = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
@@ -48,7 +44,7 @@ def hash_key(key: bytes) -> int:
 
 
 def hash_keys(keys: pa.BinaryArray) -> NDArray[np.uint64]:
-    """The hashes of a column of keys (rules 1 and 3)."""
+    """The hashes of a column of keys."""
     count = len(keys)
     if not count:
         return np.empty(0, _U)

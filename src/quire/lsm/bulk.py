@@ -1,21 +1,21 @@
-"""Rows become tables of a bulk load: sorted here, whatever order they come in. Runs on executors.
+"""Bulk loads: tables that are written here or elsewhere (on executors, say) enter a database in one step.
 
-Terms
-  buffer   rows that are sorted together; those of one buffer become tables with disjoint ranges, next to each other
+A load has one lsn for all its rows, taken when it begins: what is written before is older than the loaded rows, what is
+written after is newer, although it may be there first. So a key may come only once in a load. Publishing makes everything
+visible with one `Compaction{added, removed: []}`; a snapshot taken before that does not see it. A load that is not published
+leaves files that go when it is closed, with the next compaction, or at the next open, and nothing else.
 
-Rules
-  1. The tables of one writer are disjoint. Rows that fit one buffer, or come in order, are written once; of others each buffer
-     becomes tables, and those are merged in the end.
-  2. A key comes once, else it is refused; whoever publishes looks for keys that two writers have.
-  3. A value that is null is a tombstone: the load deletes its key.
-  4. Nothing here can be seen before the load is published: who fails or comes second leaves files, and nothing else.
+    with begin_load(kv) as load:
+        writer = BulkWriter.of(kv, load)        # or anywhere that shares the directory: `BulkWriter(disk, target, ids)`
+        writer.add(keys, values)
+        load.publish(writer.finish())
 
-Threads: one for each writer. Imports no manifest. Raises `InvalidInput`, `OutOfRange`, and what the disk raises.
-"""
+Threads: one for each load and each writer. Importable on executors. Raises `InvalidInput`, `OutOfRange`, `Corruption`, and
+what the disk raises."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,11 +30,12 @@ from quire.core.limits import KIB, MIB
 from quire.durable.files import Disk
 from quire.durable.names import LsmHome
 from quire.lsm import compaction
-from quire.lsm.loading import Load, double_key
-from quire.lsm.merge import VersionRetention
+from quire.lsm.compaction import TableOptions, VersionRetention, clusters
+from quire.lsm.load_notes import LoadNote, read_note
+from quire.lsm.merge import PART_BYTES, merge_tables, merged, parts
 from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
-from quire.lsm.sst_writer import TableOptions, TableWriter, key_changes
+from quire.lsm.sst_writer import TableWriter, key_changes
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
@@ -46,6 +47,103 @@ KEY_BYTES_MAX = 64 * KIB - 1
 VALUE_BYTES_MAX = 32 * MIB
 """As in kv.py."""
 
+
+class Load:
+    """A load that is under way; made by `begin_load`."""
+
+    def __init__(self, kv: Kv, lsn: int) -> None:
+        self.lsn = lsn
+        self._kv = kv
+        self._ids: set[int] = set()
+        self._over = False
+
+    def allocate(self, count: int) -> range:
+        """Ids for tables of this load."""
+        ids = self._kv.manifest.allocate_sst_ids(count)
+        self._ids.update(ids)
+        return ids
+
+    def path(self, sst_id: int) -> str:
+        """Where the table with this id is to be written."""
+        return self._kv.home.sst(sst_id)
+
+    def publish(self, ids: Iterable[int], *, number: int = 0) -> int:
+        """Have these tables in the database, all at once; how many rows they bring."""
+        kv = self._kv
+        chosen = sorted(set(ids))
+        if self._over or not self._ids.issuperset(chosen):
+            raise InvalidInput("these tables do not belong to this load", hint="use ids from `allocate`", ids=chosen)
+        tables = [SSTable.open(kv.disk, self.path(sst_id), sst_id) for sst_id in chosen]
+        try:
+            for table in tables:
+                self._check(table)
+            _refuse_doubles(tables)
+        finally:
+            for table in tables:
+                table.close()
+        rows = sum(table.meta.rows for table in tables)
+        note = LoadNote(number=number, at_ms=kv.clock.now_ms(), rows=rows, ids=tuple(chosen)) if number else None
+        self._ids.difference_update(chosen)  # from here on an event may name them: they are not this load's to remove
+        try:
+            kv.upkeep.add_tables(tables, self.lsn, note)
+        except BaseException:
+            if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
+                self._ids.update(chosen)
+            raise
+        self.close()
+        return rows
+
+    def _check(self, table: SSTable) -> None:
+        meta = table.meta
+        if (meta.lsn_min, meta.lsn_max) != (self.lsn, self.lsn):
+            lsns = (meta.lsn_min, meta.lsn_max)
+            raise InvalidInput("every row of a loaded table must have the load's lsn", sst_id=meta.sst_id, lsns=lsns)
+
+    def close(self) -> None:
+        """The load is over; tables that were not published are removed. A second time: nothing."""
+        if self._over:
+            return
+        self._over = True
+        self._kv.end_load(self.lsn)
+        self._kv.upkeep.forsake(self._ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def begin_load(kv: Kv) -> Load:
+    """Begin a load."""
+    return Load(kv, kv.begin_load())
+
+
+def published(kv: Kv, number: int) -> int | None:
+    """How many rows a load with this number has brought; `None` if it was not published."""
+    note = read_note(kv.disk, kv.home, number)
+    return note.rows if note is not None and note.done else None
+
+
+def _refuse_doubles(tables: list[SSTable]) -> None:
+    """Refuse a key that comes twice in a load. Inside a table the writer has seen to it, so only tables that overlap
+    are read."""
+    for together in clusters(tables):
+        for low, high in parts(together, b"", None, first_bytes=PART_BYTES):
+            keys = merged(together, low, high).column(0)
+            changes = key_changes(keys)
+            if not changes.all():
+                raise double_key(keys[int(np.argmin(changes))].as_py())
+
+
+def double_key(key: bytes = b"") -> InvalidInput:
+    """The error for a key that comes twice in a load."""
+    text = "a key occurs twice in a load, so its newest value is ambiguous"
+    where = {"key": key[:60]} if key else {}
+    return InvalidInput(text, hint="keep one row per key first, with dropDuplicates or an aggregate", **where)
+
+
+# ── writing the tables, here or on an executor ──────────────────────────────────────────────────────────────────────────
 TakeIds = Callable[[int], Sequence[int]]
 """Gives so many ids of tables."""
 
@@ -95,7 +193,7 @@ class BulkWriter:
             self._flush()
 
     def finish(self) -> list[int]:
-        """Write what is left; the ids of all tables (rule 1)."""
+        """Write what is left; the ids of all tables."""
         self._flush()
         ids = [sst_id for sst_id, _ in self._written]
         ranges = sorted((meta.key_min, meta.key_max) for _, meta in self._written)
@@ -107,7 +205,7 @@ class BulkWriter:
         """Tables that overlap become tables that do not."""
         tables = [SSTable.open(self._disk, self._home.sst(sst_id), sst_id) for sst_id in ids]
         try:
-            outputs = compaction.run(
+            outputs = merge_tables(
                 self._disk,
                 tables,
                 VersionRetention(),
@@ -150,7 +248,7 @@ class BulkWriter:
 
 
 def in_order(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows sorted by key; one that comes twice is refused (rule 2).
+    """Rows sorted by key; one that comes twice is refused.
 
     >>> in_order(pa.record_batch([pa.array([b"b", b"a"]), pa.array([b"2", b"1"])], names=["key", "value"])).to_pylist()
     [{'key': b'a', 'value': b'1'}, {'key': b'b', 'value': b'2'}]

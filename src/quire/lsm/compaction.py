@@ -1,41 +1,23 @@
-"""Which tables are merged, and merging them.
+"""Chooses which tables are merged; `merge.py` merges them.
 
-Terms
-  inputs    the tables that go
-  outputs   the tables that come, all of one level, with disjoint key ranges
-
-Rules
-  1. Level 0 is merged into level 1 when it has `level0_tables` tables: all of it, with what it overlaps below. A deeper
-     level that is too large gives one table to the next, with what that overlaps.
-  2. `run` reads immutable tables and writes new ones: it knows no manifest and no engine, holds one part in memory, and
-     may run anywhere. Its outputs are garbage until a `Compaction` event names them.
-  3. A tombstone may go only if no other table could have something older of its key (rule 3 of merge.py).
-  4. Loaded tables with disjoint ranges enter the first level that has room for them and nothing where they are: a load then
-     waits for no compaction and makes none wait. Which version is newest is a matter of lsns, not of levels.
-
-Threads: any. Raises what reading and writing tables raise; outputs of a run that failed are removed.
-"""
+Level 0 is merged into level 1 when it has `level0_tables` tables: all of it, with what it overlaps below. A deeper level that
+is too large gives one table to the next, with what that overlaps. Which version of a key is newest is a matter of lsns, not
+of levels. Loads no Arrow. Threads: any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import StorageFault
 from quire.core.limits import KIB
 from quire.core.settings import LsmSettings
-from quire.durable.failpoints import hit
-from quire.durable.files import Disk
 from quire.lsm.view import Levels
 
 if TYPE_CHECKING:
-    from quire.lsm.merge import VersionRetention
-    from quire.lsm.sst_format import TableMeta
     from quire.lsm.sst_reader import SSTable
-    from quire.lsm.sst_writer import TableWriter
 
 
 class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +27,16 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
     compression: str = "lz4"
     """lz4, zstd or none."""
     bloom_bits_per_key: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRetention:
+    """What a compaction must keep; small and picklable."""
+
+    snapshots: tuple[int, ...] = ()
+    """Lsns that somebody reads at, rising."""
+    drop_tombstones_below: int = 0
+    """Tombstones with smaller lsns may go: nothing older of their keys is outside the tables that are merged."""
 
 
 GROWTH = 10
@@ -60,7 +52,7 @@ class MergeJob(msgspec.Struct, frozen=True):
     inputs: tuple[SSTable, ...]
     level: int
     drop_below: int
-    """Tombstones below this lsn may go; 0: none (rule 3)."""
+    """Tombstones below this lsn may go; 0: none."""
 
 
 def table_options(settings: LsmSettings) -> TableOptions:
@@ -73,7 +65,7 @@ def table_options(settings: LsmSettings) -> TableOptions:
 
 
 def pick(levels: Levels, settings: LsmSettings, turn: int) -> MergeJob | None:
-    """What is due, if anything (rule 1); `turn` moves through the tables of a level."""
+    """What is due, if anything; `turn` moves through the tables of a level."""
     if len(levels.level0) >= settings.level0_tables:
         return job(levels, levels.level0, 1)
     limit = settings.level_bytes
@@ -97,7 +89,7 @@ def pick_all(levels: Levels) -> MergeJob | None:
 
 
 def level_for(levels: Levels, tables: Sequence[SSTable], settings: LsmSettings) -> int:
-    """The level for tables that are loaded (rule 4); 0, where ranges may overlap, if no other takes them."""
+    """The level for tables that are loaded; 0, where ranges may overlap, if no other takes them."""
     if clusters(tables):
         return 0
     size, limit = sum(table.size_bytes for table in tables), settings.level_bytes
@@ -134,43 +126,3 @@ def job(levels: Levels, chosen: Sequence[SSTable], level: int) -> MergeJob:
     # A tombstone hides what is older: it may go if everything older that could be hidden is among the inputs.
     newest = max(table.meta.lsn_max for table in inputs) + 1
     return MergeJob(inputs, level, min((table.meta.lsn_min for table in others), default=newest))
-
-
-def run(
-    disk: Disk,
-    inputs: Sequence[SSTable],
-    retention: VersionRetention,
-    *,
-    level: int,
-    table_bytes: int,
-    options: TableOptions,
-    new_table: Callable[[], tuple[int, str]],
-    low: bytes = b"",
-    high: bytes | None = None,
-    stage: str = "",
-) -> list[tuple[str, TableMeta]]:
-    """Merge the rows of tables in [low, high) into new ones; their paths and what they hold. `new_table` gives id and path."""
-    from quire.lsm.merge import PART_BYTES, compacted  # numpy and Arrow: choosing what to merge needs neither
-    from quire.lsm.sst_writer import TableWriter
-
-    outputs: list[tuple[str, TableMeta]] = []
-    writer: TableWriter | None = None
-    path = ""
-    try:
-        for batch in compacted(inputs, retention, low, high, part_bytes=min(PART_BYTES, table_bytes)):
-            if writer is None:
-                sst_id, path = new_table()
-                writer = TableWriter(sst_id, level, options)
-            writer.add(batch)
-            if writer.raw_bytes >= table_bytes:
-                outputs.append((path, writer.write(disk, path, stage)))
-                writer = None
-                hit("lsm.compaction.output")
-        if writer is not None:
-            outputs.append((path, writer.write(disk, path, stage)))
-    except Exception:
-        for written, _ in outputs:
-            with suppress(StorageFault, FileNotFoundError):
-                disk.remove(written)
-        raise
-    return outputs

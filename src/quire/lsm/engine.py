@@ -1,28 +1,12 @@
 """The key-value databases of a store: opens them, keeps their snapshots and forks, and lets go of what was dropped.
 
-Terms
-  registered   the store's manifest has a row of kind `lsm` for it; its own manifest is the truth about its contents (S1)
-  copy         see snapshots.py: what a snapshot and a fork are on disk
-
-Rules
-  1. A database is opened once per process; one that has become unusable (M12) is recovered and opened anew by the next
-     `open`.
-  2. Files first, row second: a fork or snapshot gets its row in the store's manifest when its copy is whole. A directory
-     without a row is garbage; sweeping and making copies exclude each other. A directory whose id the manifest has never
-     handed out is spared: the manifest may be an older one, put back.
-  3. When the files of a new database are on disk its row says so (`config_hash`): from then on a missing directory is an
-     error, not a new database.
-  4. Dropping a database or a snapshot takes its row; the files go with the next sweep, as do those of a lease that has ended
-     (`manifest/leases.py`). Forks have names of their own for the
-     tables that they share, so nothing of theirs goes.
-  5. Compactions, whoever begins them, are jobs in the store's manifest (compaction_jobs.py).
-  6. The store's manifest has a row for every live table, folded from the database's own manifest (projection.py); folded again
-     when it is opened.
-  7. After fork() the child's databases are closed (M12).
+The store's manifest has a row of kind `lsm` for each; a database's own manifest is the truth about its contents (S1). Each is
+opened once per process; one that has become unusable (M12) is recovered by the next `open`. Files come before rows: a fork or
+snapshot gets its row when its copy is whole (snapshots.py), and a directory without a row is garbage. Dropping takes the row;
+the files go with the next sweep. Forks have names of their own for the tables that they share.
 
 Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `UnknownSnapshot`, `NameTaken`, `ReadOnly`,
-`Corruption`, `StoreClosed`.
-"""
+`Corruption`, `StoreClosed`."""
 
 from __future__ import annotations
 
@@ -53,9 +37,8 @@ from quire.durable.files import Disk
 from quire.durable.names import LSM, LsmHome, check_name, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.compaction import table_options
-from quire.lsm.compaction_jobs import JobRows
 from quire.lsm.kv import Kv
-from quire.lsm.projection import KvProjection
+from quire.lsm.projection import CompactionJobs, KvProjection
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
@@ -68,7 +51,7 @@ from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
 
 if TYPE_CHECKING:
-    from quire.lsm.inventory import RepairReport
+    from quire.lsm.repair import RepairReport
     from quire.lsm.sst_reader import BlockCache
     from quire.manifest.snapshots import ForkOptions, SnapshotInfo
     from quire.objects.api import ObjectStore
@@ -76,7 +59,7 @@ if TYPE_CHECKING:
 MakeFiles = Callable[[str], object]
 
 FILES_MADE = b"lsm-files-1"
-"""In a row's `config_hash`: the database's directory is on disk (rule 3)."""
+"""In a row's `config_hash`: the database's directory is on disk."""
 
 
 class KvVersion(msgspec.Struct, frozen=True, array_like=True):
@@ -143,12 +126,10 @@ class KvEngine:
         if is_made and not self._disk.exists(home):
             hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise Corruption("the database's files are missing", hint=hint, path=home, name=record.name)
-        ledger, follower = JobRows(self._manifest, db_id), KvProjection(self._manifest, db_id)
+        jobs, follower = CompactionJobs(self._manifest, db_id), KvProjection(self._manifest, db_id)
         facts = self._facts(db_id, follower, is_made=is_made)
         try:
-            kv = Kv.open(
-                self._disk, home, self._settings, clock=self._clock, cache=self.cache, ledger=ledger, facts=facts
-            )
+            kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache, jobs=jobs, facts=facts)
         except Corruption as error:
             error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise
@@ -183,9 +164,8 @@ class KvEngine:
 
         Without it nothing is changed. `objects`: where backups of the database are looked for, under its name.
         """
-        from quire.lsm.backup import find_table
-        from quire.lsm.inventory import survey
-        from quire.lsm.repair import carry_out
+        from quire.lsm.backup import find_table  # both load Arrow, and repairs are rare
+        from quire.lsm.repair import carry_out, survey
 
         with self._lock:
             self._require()
@@ -328,7 +308,7 @@ class KvEngine:
     def _registration(
         self, db_id: int, name: str, parent: int = 0, snapshot_id: int = 0, lsn: int = 0, **kept: Any
     ) -> Op:
-        """The row of a database whose files are there (rule 2)."""
+        """The row of a database whose files are there."""
         return RegisterDb(
             db_id,
             DbRecord(
@@ -360,7 +340,7 @@ class KvEngine:
 
     # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> int:
-        """Remove the directories of databases and snapshots that have no row (rules 2 and 4); how many."""
+        """Remove the directories of databases and snapshots that have no row; how many."""
         removed = 0
         with self._lock:
             try:
@@ -417,7 +397,7 @@ class KvEngine:
             raise StoreClosed("the store is closed", hint="open it again")
 
     def _forked(self) -> None:
-        """In the child of a fork(): what is open here is the parent's (rule 7)."""
+        """In the child of a fork(): what is open here is the parent's."""
         self._closed = True
         self._lock = threading.RLock()
         failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")

@@ -1,11 +1,8 @@
 """A key-value database: bytes to bytes, sorted, in atomic batches, readable as of any moment that somebody holds on to.
 
-Terms
-  batch      changes that become visible together; each has one lsn
-  synced     on disk; a write that returned with `sync=True` survives power loss. With `sync=False` it survives the death
-             of the process, and is synced with the next write that asks for it
-  snapshot   the database as it was at an lsn, for as long as the snapshot is open
-  frozen     a memtable that takes no more writes; the background flushes it to a table
+A batch has one lsn. It is appended to the WAL, entered into the memtable, synced if asked for, then acknowledged; others see
+it from the second step on. With `sync=False` it survives the death of the process, and power loss after the next sync. One
+sync serves everyone who had written by then.
 
 What is on disk, step by step, and what a crash there leaves
   a batch is appended     in the WAL, or a torn end that recovery cuts: it was not acknowledged
@@ -13,16 +10,9 @@ What is on disk, step by step, and what a crash there leaves
   the memtable freezes    the old WAL is synced first; the manifest lists it and names the new one before that is used
   it is flushed           the table is synced before the manifest names it; the WAL goes after that (maintenance.py)
 
-Rules
-  1. A batch is appended, then entered into the memtable, then (if asked for) synced, then acknowledged. It is visible to others
-     from the second step on: who must not see what power loss could take back reads after a sync.
-  2. Whoever waits for durability syncs for all that was written by then: one sync for a group.
-  3. After a failed append or sync of the WAL, or a manifest in doubt, the database takes nothing more until it is opened again
-     (M12). What it holds can still be read.
-  4. A writer waits while too many memtables wait for their flush, or too many tables for a compaction; a flush that fails
-     for want of space is told to the writers, and poisons nothing.
-  5. Reads take no lock, except to begin a scan or a snapshot; that one (`_visibility`) is never held over a write to disk or
-     a wait, so no reader waits behind a writer that is stalled.
+After a failed append or sync of the WAL, or a manifest in doubt, the database takes nothing more until it is opened again
+(M12); what it holds can still be read. Reads take no lock, except to begin a scan or a snapshot; that one (`_visibility`) is
+never held over a write to disk or a wait.
 
     >>> import tempfile
     >>> from quire.durable.files import OsDisk
@@ -33,8 +23,7 @@ Rules
     ...         print(kv.get(b"a"), before.get(b"a"), list(kv.scan()))
     b'2' b'1' [(b'a', b'2'), (b'b', b'3')]
 
-Threads: any. Raises `StoreUnusable`, `StoreClosed`, `InvalidInput`, `OutOfRange`, `Overloaded`, `DiskFull`, `Corruption`.
-"""
+Threads: any. Raises `StoreUnusable`, `StoreClosed`, `InvalidInput`, `OutOfRange`, `Overloaded`, `DiskFull`, `Corruption`."""
 
 from __future__ import annotations
 
@@ -67,12 +56,13 @@ from quire.lsm.reading import HeldLsns, KvIterator, KvRanges, KvSnapshot
 from quire.lsm.recovery import RecoveredKv, open_files
 from quire.lsm.view import LSN_MAX, Frozen, KvView
 from quire.lsm.wal import Buffer, KvWal, as_bytes, checked_batch, encode_batch
-from quire.lsm.witnesses import CompactionLedger, NoLedger, StoreFacts, end_row
+from quire.lsm.witnesses import StoreFacts, end_row
 from quire.manifest.records import LsmEndsRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from quire.lsm.projection import CompactionJobs
     from quire.lsm.sst_reader import BlockCache, SSTable
 
 
@@ -140,7 +130,7 @@ class Kv(KvRanges):
         cache: BlockCache,
         *,
         background: bool,
-        ledger: CompactionLedger | None = None,
+        jobs: CompactionJobs | None = None,
         facts: StoreFacts | None = None,
     ) -> None:
         # constant after construction
@@ -175,7 +165,7 @@ class Kv(KvRanges):
         """Raises if the database takes no writes; set by the engine."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
-        self.upkeep = KvMaintenance(self, ledger or NoLedger(), background=background)
+        self.upkeep = KvMaintenance(self, jobs, background=background)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -188,20 +178,20 @@ class Kv(KvRanges):
         clock: Clock | None = None,
         cache: BlockCache | None = None,
         background: bool = True,
-        ledger: CompactionLedger | None = None,
+        jobs: CompactionJobs | None = None,
         facts: StoreFacts | None = None,
     ) -> Kv:
         """The database below `path`, recovered; an empty one if there is none. Nobody else may have it open.
 
         `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`.
-        `ledger`: is told of every compaction. `facts`: what the store knows of the database; its files are compared with it.
+        `jobs`: shows every compaction as a job. `facts`: what the store knows of the database; its files are compared with it.
         """
         settings = settings or LsmSettings()
         cache = cache if cache is not None else ByteCache(settings.cache_bytes)
         home = LsmHome(path)
         opened = open_files(disk, home, cache, facts)
         clock = clock or SystemClock()
-        return cls(disk, home, opened, settings, clock, cache, background=background, ledger=ledger, facts=facts)
+        return cls(disk, home, opened, settings, clock, cache, background=background, jobs=jobs, facts=facts)
 
     def close(self) -> None:
         """Sync, stop the background and close the files. Memtables stay in their WALs. A second time: nothing."""
@@ -464,12 +454,12 @@ class Kv(KvRanges):
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def require_open(self) -> None:
-        """Raise if the database is closed: one that takes no more writes can still be read (rule 3)."""
+        """Raise if the database is closed: one that takes no more writes can still be read."""
         if isinstance(self.failure, StoreClosed):
             self.require()
 
     def _doubt(self, error: BaseException) -> None:
-        """Take no more writes until the database is opened again: what is on disk is unknown (rule 3)."""
+        """Take no more writes until the database is opened again: what is on disk is unknown."""
         if isinstance(error, (OutOfRange, StoreClosed)):
             return  # refused before anything was written
         hint = "fix the cause, then reopen the database"

@@ -1,18 +1,10 @@
-"""What a database remembers of bulk loads, so that a commit whose answer was lost can be asked for again.
+"""Records of bulk loads, so that a commit whose answer was lost can be asked for again.
 
-Terms
-  number   what names a load from its beginning; drawn by who asks for it, 0 if nobody will ask again
-  note     a small file `loads/<number>.json`: the tables that a load publishes, and whether it has
+A note, `loads/<number>.json`, is written before the `Compaction` event and says `done` after it, with no other compaction in
+between. So after a crash the manifest answers what the note does not: its tables are live, or the load never happened.
+Snapshots and forks take no notes along. Loads no Arrow.
 
-Rules
-  1. A note is written before the `Compaction` event, and says `done` after it; no compaction of the database comes between
-     the two. So after a crash the manifest answers what the note does not: its tables are live, or the load never happened.
-  2. Notes are settled when the database is opened, before anything else can happen to its tables.
-  3. The newest `KEPT` notes are kept; asking later than that many loads is not answered with a guess but refused by who asks.
-  4. Snapshots and forks take no notes along: the load was the other database's.
-
-Threads: whoever holds the compaction lock writes; anybody reads. Raises what the disk raises, `Corruption`.
-"""
+Threads: whoever holds the compaction lock writes; anybody reads. Raises what the disk raises, `Corruption`."""
 
 from __future__ import annotations
 
@@ -67,7 +59,7 @@ def read_note(disk: Disk, home: LsmHome, number: int) -> LoadNote | None:
 
 
 def settle_notes(disk: Disk, home: LsmHome, live: Collection[int]) -> None:
-    """Decide what a crash left open (rules 1 and 2), and forget what is old (rule 3)."""
+    """Decide what a crash left open, and forget what is old."""
     try:
         names = disk.names(f"{home.path}/loads")
     except FileNotFoundError:

@@ -2,25 +2,18 @@
 
 What is on disk, step by step, and what a crash there leaves
   a flush writes its table        a file that no event names: swept at the next open
-  AddSst, RemoveFrozenWal         the table is live; a crash between the two is recovery's rule 1
+  AddSst, RemoveFrozenWal         the table is live; after a crash between the two recovery skips the WAL's batches
   LMDB records it                 from here on a manifest without these events is known to be damaged
   the WAL's file goes             a file that no event names
   a compaction writes tables      files that no event names
   one Compaction event            the new ones are live and the old ones are not, at once
   the old files go                when nobody reads them any more; else at the next open
 
-Rules
-  1. Memtables are flushed in the order in which they were written, one at a time: so a table's lsns are above those of
-     every table that was flushed before it.
-  2. A file goes only after the event that makes it dead is durable and LMDB has recorded that, and when the last view or scan
-     that could read it is gone. So no damage to the manifest alone can cost what the file held.
-  3. A flush or compaction that fails (no space, say) leaves everything as it was and is retried; writers get the error.
-     After doubt about the manifest the database stops.
-  4. Versions that an open snapshot needs stay; so do tombstones that hide what a bulk load under way will bring.
+A file goes only after the event that makes it dead is durable and recorded in LMDB: so no damage to the manifest alone can
+cost what the file held. A flush or compaction that fails leaves everything as it was and is retried; writers get the error.
 
 Threads: one flushes, one compacts; `flush_all` and `compact_all` do the same in the caller's. Neither lock is taken with the
-write lock held; the compaction lock comes before the flush lock.
-"""
+write lock held; the compaction lock comes before the flush lock."""
 
 from __future__ import annotations
 
@@ -41,11 +34,11 @@ from quire.lsm import compaction
 from quire.lsm.load_notes import LoadNote, remove_note, write_note
 from quire.lsm.manifest_data import ManifestSstEntry
 from quire.lsm.memtable import Memtable
-from quire.lsm.witnesses import CompactionLedger, NoLedger
+from quire.lsm.view import open_table
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
-    from quire.lsm.merge import VersionRetention
+    from quire.lsm.projection import CompactionJobs
     from quire.lsm.sst_reader import SSTable
 
 
@@ -119,9 +112,9 @@ FORSAKEN_MAX = 10_000
 class KvMaintenance:
     """The background of one database."""
 
-    def __init__(self, kv: Kv, ledger: CompactionLedger, *, background: bool) -> None:
+    def __init__(self, kv: Kv, jobs: CompactionJobs | None, *, background: bool) -> None:
         self._kv = kv
-        self._ledger = ledger
+        self._jobs = jobs
         self._options = compaction.table_options(kv.settings)
         self._flushing = threading.Lock()
         self._compacting = threading.Lock()
@@ -165,11 +158,12 @@ class KvMaintenance:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        self._ledger.close()
+        if self._jobs is not None:
+            self._jobs.close()
         self.collect()
 
     def raise_trouble(self) -> None:
-        """Tell a writer why the background does not get on (rule 3)."""
+        """Tell a writer why the background does not get on."""
         if (why := self._trouble) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where) from why
 
@@ -203,7 +197,10 @@ class KvMaintenance:
             pass
 
     def flush_one(self) -> bool:
-        """Flush the oldest frozen memtable; whether there was one (rule 1)."""
+        """Flush the oldest frozen memtable; whether there was one.
+
+        In the order in which they were written, one at a time: so a table's lsns are above those of every table flushed before.
+        """
         kv = self._kv
         with self._flushing:
             kv.require()
@@ -220,7 +217,7 @@ class KvMaintenance:
             self.flushes += 1
             kv.fold()
             hit("lsm.flush.folded")
-            if kv.is_recorded:  # rule 2; else the next open removes it
+            if kv.is_recorded:  # else the next open removes it
                 with suppress(StorageFault, FileNotFoundError):
                     kv.disk.remove(kv.home.wal(oldest.wal))
             hit("lsm.flush.done")
@@ -229,8 +226,7 @@ class KvMaintenance:
         return True
 
     def _write_memtable(self, memtable: Memtable) -> SSTable:
-        from quire.lsm.sst_reader import SSTable  # Arrow: not before something is flushed
-        from quire.lsm.sst_writer import TableWriter
+        from quire.lsm.sst_writer import TableWriter  # Arrow: not before something is flushed
 
         kv = self._kv
         sst_id = kv.manifest.allocate_sst_id()
@@ -240,11 +236,11 @@ class KvMaintenance:
         hit("lsm.flush.begun")
         path = kv.home.sst(sst_id)
         writer.write(kv.disk, path)
-        return SSTable.open(kv.disk, path, sst_id, kv.cache)
+        return open_table(kv.disk, path, sst_id, kv.cache)
 
     @contextmanager
     def _recording(self, added: Sequence[SSTable]) -> Iterator[None]:
-        """An event is being logged that names new tables. If it certainly was not, they are garbage (rule 3)."""
+        """An event is being logged that names new tables. If it certainly was not, they are garbage."""
         kv = self._kv
         try:
             yield
@@ -274,7 +270,7 @@ class KvMaintenance:
         while any(frozen.memtable.lsn_max < lsn for frozen in kv.view.frozen):
             self.flush_one()
         hit("lsm.load.flushed")
-        with self._compacting:  # until the note is done: rule 1 of load_notes.py
+        with self._compacting:  # until the note is done: load_notes.py
             kv.require()
             tables = self._levelled(loaded)
             if note is not None:
@@ -303,7 +299,6 @@ class KvMaintenance:
     def _levelled(self, loaded: Sequence[SSTable]) -> list[SSTable]:
         """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""
         from quire.lsm.sst_format import set_level
-        from quire.lsm.sst_reader import SSTable
 
         kv = self._kv
         level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
@@ -315,7 +310,7 @@ class KvMaintenance:
                 set_level(file, table.path, level)
             finally:
                 file.close()
-        return [SSTable.open(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
+        return [open_table(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
 
     def forsake(self, ids: Iterable[int]) -> None:
         """Nobody will name these tables: their files go now, and those that somebody still writes with the next look."""
@@ -336,12 +331,12 @@ class KvMaintenance:
             self._kv.require()
             job = compaction.pick_all(self._kv.view.levels)
             if job is not None:
-                self._compact(job, self._ledger)
+                self._compact(job, self._jobs)
                 del job  # it holds the tables that are to go
             self.collect()
 
-    def compact_due(self, *, is_reported: bool = True) -> bool:
-        """Do one compaction that is due, in the caller's thread; whether there was one. `told`: the ledger hears of it."""
+    def compact_due(self, *, as_job: bool = True) -> bool:
+        """Do one compaction that is due, in the caller's thread; whether there was one. `as_job`: it is a job of the store."""
         with self._compacting:
             self._kv.require()
             job = compaction.pick(self._kv.view.levels, self._kv.settings, self._turn)
@@ -349,18 +344,19 @@ class KvMaintenance:
                 self.collect()
                 return False
             self._turn += 1
-            self._compact(job, self._ledger if is_reported else NoLedger())
+            self._compact(job, self._jobs if as_job else None)
             return True
 
-    def _compact(self, job: compaction.MergeJob, ledger: CompactionLedger) -> None:
+    def _compact(self, job: compaction.MergeJob, jobs: CompactionJobs | None) -> None:
         """REQUIRES the compaction lock."""
-        from quire.lsm.sst_reader import SSTable
+        from quire.lsm.merge import merge_tables  # Arrow: not before something is compacted
 
         kv = self._kv
-        ledger.begin(job)
+        if jobs is not None:
+            jobs.begin(job)
         retention = self.retention(job)
         hit("lsm.compaction.begun")
-        written = compaction.run(
+        written = merge_tables(
             kv.disk,
             job.inputs,
             retention,
@@ -369,21 +365,21 @@ class KvMaintenance:
             options=self._options,
             new_table=self._new_table,
         )
-        added = [SSTable.open(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
+        added = [open_table(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
         hit("lsm.compaction.written")
         self.publish(job, added)
-        size = sum(table.size_bytes for table in added)
-        ledger.done({"tables": len(added), "size_bytes": size, "rows": sum(t.meta.rows for t in added)})
+        if jobs is not None:
+            size = sum(table.size_bytes for table in added)
+            jobs.done({"tables": len(added), "size_bytes": size, "rows": sum(t.meta.rows for t in added)})
 
-    def retention(self, job: compaction.MergeJob) -> VersionRetention:
-        """What a compaction that begins now must keep (rule 4).
+    def retention(self, job: compaction.MergeJob) -> compaction.VersionRetention:
+        """What a compaction that begins now must keep: versions for open snapshots, and tombstones that hide what a load
+        will bring.
 
         A snapshot that is taken later is above everything in the inputs, and needs only the newest of each key.
         """
-        from quire.lsm.merge import VersionRetention
-
         kv = self._kv
-        return VersionRetention(
+        return compaction.VersionRetention(
             snapshots=kv.snapshots.lsns(), drop_tombstones_below=min(job.drop_below, *kv.loading, job.drop_below)
         )
 
@@ -398,7 +394,7 @@ class KvMaintenance:
         kv.install(added=added, removed=job.inputs)
         for table in job.inputs:
             self._dead.add(table.path)
-            table.on_last(partial(self._garbage.append, table.path))  # rule 2
+            table.on_last(partial(self._garbage.append, table.path))  # a view or scan may still read it
         self.compactions += 1
         kv.fold()
         with self._flushing:  # who flushes may be checkpointing
@@ -430,7 +426,7 @@ class KvMaintenance:
         """Remove the files that nobody can reach any more; how many."""
         removed = 0
         self._remove_forsaken()
-        while self._garbage and self._kv.is_recorded:  # rule 2
+        while self._garbage and self._kv.is_recorded:
             path = self._garbage.popleft()
             with suppress(StorageFault, FileNotFoundError):
                 self._kv.disk.remove(path)

@@ -1,37 +1,24 @@
 """The manifest of one key-value database: which WALs and tables are the database (the key-value manifest document).
 
-Terms
-  event       one change; logged and synced before memory shows it
-  checkpoint  the whole state in one file, and an empty log behind it
-  cover       a snapshot covers the life of the log that it was made of: nothing in that life counts any more
+An event is logged and synced before memory shows it. A checkpoint writes the whole state as a snapshot, which covers the life
+of the log that it was made of: nothing in that life counts any more.
 
 What is on disk, step by step, and what an open finds after a crash there
   an event is appended        the event or not: a torn tail is cut (P4)
   the log is synced           the event
   a checkpoint, steps 1 to 5  the old snapshot, the log; MANIFEST-000001.tmp is removed
-  step 6, the rename          the old snapshot or the new one, each with a log that fits it (rule 3)
+  step 6, the rename          the old snapshot or the new one, each with a log that fits it
   step 7, the directory       the new snapshot; the log is covered, and replaced by an empty one
   step 8, the new log         the new snapshot and an empty log
 
-Rules
-  1. Append, sync, apply: in this order, under one lock. Memory never shows what might not be on disk.
-  2. What makes no sense (a table whose id was never handed out, a table that is not live) is refused before it is logged.
-  3. After a snapshot has got its name, nothing is appended to the log that it covers: who fails in between stops.
-  4. A failed append or sync leaves it open what is on disk. The log is then abandoned: the state without the event is
-     written as a snapshot, which covers the log, and an empty one begins. The event raises, and never reappears. If that
-     fails too, the manifest is unusable until it is opened again, and only then is it known whether the event happened.
-  5. A snapshot that is damaged, or missing while the log says that there is one, is an error; nothing is guessed.
-  6. Where an end of the log is recorded elsewhere (witnesses.py), the log is in that life and reaches at least there,
-     behind the
-     snapshot that was recorded; or one checkpoint has come since, whose snapshot covers that life. Anything else is an error:
-     the files are older than what was acknowledged, or not these.
-  7. So a life that is not recorded yet is not covered: no checkpoint, and where rule 4 asks for one, the manifest is unusable.
+A failed append or sync leaves it open what is on disk. The log is then abandoned: the state without the event is written as a
+snapshot, which covers the log, so the event never reappears. If that fails too, the manifest is unusable until it is opened
+again. Where an end of the log is recorded in LMDB (witnesses.py), the log must reach it, or one checkpoint must have come
+since; so a log whose life is not recorded yet is not covered by a checkpoint.
 
-Threads: any; one lock for all changes. Reading `state()` gives a copy.
-Format page: `docs/formats/lsm-manifest.md`. Errors carry the design document's `kind` (see manifest_data.py).
-Raises `StoreUnusable`, `StoreClosed`, `StorageFault`, `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`,
-`InternalError`.
-"""
+Threads: any; one lock for all changes. Format page: `docs/formats/lsm-manifest.md`. Errors carry the design document's `kind`
+(manifest_data.py). Raises `StoreUnusable`, `StoreClosed`, `StorageFault`, `Corruption`, `SnapshotChecksumMismatch`,
+`FormatTooNew`, `InternalError`."""
 
 from __future__ import annotations
 
@@ -88,7 +75,7 @@ class Manifest:
         self._home = home
         self._owner = owner
         self.is_followed = False
-        """Whether ends of the log are recorded elsewhere: then rule 7 holds. Set when it is opened."""
+        """Whether ends of the log are recorded elsewhere: then a life that is not recorded must not be covered."""
         # guarded by _lock
         self._lock = threading.RLock()
         self._log = log
@@ -218,7 +205,7 @@ class Manifest:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the log may be covered by a checkpoint (rule 7)."""
+        """Whether the log may be covered by a checkpoint."""
         return self._is_recorded or not self.is_followed
 
     def recorded(self, life: int) -> None:
@@ -300,7 +287,7 @@ class Manifest:
             self._record(event)
 
     def _check_added(self, entries: Sequence[ManifestSstEntry]) -> None:
-        """Refuse tables whose ids were never handed out, or that are live already, before they are logged (rule 2)."""
+        """Refuse tables whose ids were never handed out, or that are live already, before they are logged."""
         for entry in entries:
             if entry.id >= self._data.next_sst_id:
                 raise _internal("a table has an id that was never allocated", id=entry.id, next=self._data.next_sst_id)
@@ -308,7 +295,7 @@ class Manifest:
                 raise _internal("a table with this id is already live", id=entry.id)
 
     def _record(self, *events: ManifestEvent) -> None:
-        """Append, sync, apply (rule 1). Each change has a version of its own, above the last one's."""
+        """Append, sync, apply. Each change has a version of its own, above the last one's."""
         with self._lock:
             self._require()
             if not isinstance(events[0], Version):
@@ -365,7 +352,9 @@ class Manifest:
                 self._is_recorded = False
                 hit("lsm.checkpoint.truncated")
             except BaseException as error:
-                self._fail("a checkpoint of the manifest failed half-way", error)  # rule 3
+                self._fail(
+                    "a checkpoint of the manifest failed half-way", error
+                )  # the snapshot covers the log: nothing may be appended to that
                 if isinstance(error, Exception):
                     self._require()
                 raise
@@ -377,7 +366,7 @@ class Manifest:
         cause = error.__cause__ if isinstance(error, StoreUnusable) else error
         try:
             if not self.is_recorded:
-                raise StoreUnusable("the log's life is not recorded", hint="open the database again")  # rule 7
+                raise StoreUnusable("the log's life is not recorded", hint="open the database again")
             self._checkpoint()
         except Exception as second:
             if self._failure is None:
@@ -412,7 +401,7 @@ def _new_log(disk: Disk, path: str, kind: bytes, owner: Owner) -> LogWriter:
 
 
 def recorded_end(facts: StoreFacts, header: LogHeader, snapshot: ManifestSnapshot | None, path: str) -> LogEnd | None:
-    """What the log must have, `None` if nothing is known of this life (rule 6)."""
+    """What the log must have, `None` if nothing is known of this life."""
     if facts.ends is None:
         return None
     recorded = log_end(facts.ends.manifest)

@@ -1,25 +1,12 @@
 """What a key-value database's manifest knows, and the nine events that change it (the key-value manifest document).
 
-Terms
-  event   one change of the metadata, as a value: logged, replayed, tested
-  frozen  a WAL that takes no more writes and waits for its memtable to be flushed
-  entry   a live table: its id and its path; everything else about it is in the table's own file
+`ManifestData.apply` alone changes the state, and never fails: what must not be logged is refused before it is logged.
+Applying is idempotent, so replaying any prefix of a log twice gives the same state; for that, frozen WALs and tables are
+ordered by number, not by event. `last_lsn` and `next_sst_id` only rise, and `version` rises with every change.
 
-Rules
-  1. `ManifestData.apply` is the only thing that changes the state, and it never fails: what must not be logged is refused
-     before it is logged.
-  2. Applying is idempotent: replaying any prefix of a log twice gives the state that replaying it once gives. For that the
-     frozen WALs and the tables are kept in the order of their numbers, not in the order of the events.
-  3. `last_lsn` and `next_sst_id` only rise. `version` rises with every change: each group of events begins with a `Version`.
-  4. `dirty` says whether the last snapshot lacks something; it is not part of what is stored or compared.
+Errors carry the design document's five kinds as `error.where["kind"]`; the class says what the caller can do about it.
 
-Error kinds: the design document's five, as the field `kind` of the error (`error.where["kind"]`); the class says what
-the caller can do about it, as everywhere. `Wal` comes as `StoreUnusable`, `StorageFault` or `Corruption`, `Io` as
-`StorageFault`, `Encoding` as `Corruption`, `FormatTooNew` or `OutOfRange`, `SnapshotChecksumMismatch` under its own name,
-`Internal` as `InternalError`.
-
-Values; any thread. The bytes are in manifest_format.py.
-"""
+Values; any thread. The bytes are in manifest_format.py."""
 
 from __future__ import annotations
 
@@ -157,7 +144,7 @@ class ManifestData:
         return [self.tables[number] for number in sorted(self.tables)]
 
     def apply(self, event: ManifestEvent) -> None:
-        """The effect of one event (rules 1 to 3)."""
+        """The effect of one event."""
         match event:
             case AddSst(entry):
                 add_tables(self, (entry,))

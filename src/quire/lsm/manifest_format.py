@@ -1,16 +1,11 @@
 """The bytes of a key-value database's manifest: events in its log, the whole state in its snapshot.
 
-Rules
-  1. Little-endian, no padding. An event is one record of a framed log (`durable/log_format.py`), which brings its
-     checksum and its place.
-  2. A snapshot is one file. Its CRC32 is of the whole file with the checksum's own four bytes zero.
-  3. A log begins its life either with nothing before it (kind `lsm0`) or behind a snapshot (`lsm1`): so a snapshot that
-     is missing is noticed. A snapshot names the salt of the log that it covers: nothing in *that* life counts any more.
-  4. Decoding takes every byte or raises: no byte is ignored.
+Little-endian, no padding; decoding takes every byte or raises. An event is one record of a framed log
+(`durable/log_format.py`), which brings its checksum and its place. A log's kind says whether a snapshot precedes it (`lsm1`)
+or nothing does (`lsm0`), so that a missing snapshot is noticed; a snapshot names the salt of the log that it covers.
 
 Pure functions, any thread. Format page: `docs/formats/lsm-manifest.md`.
-Raises `Corruption`, `FormatTooNew`, `OutOfRange` (kind Encoding) and `SnapshotChecksumMismatch`.
-"""
+Raises `Corruption`, `FormatTooNew`, `OutOfRange` (kind Encoding) and `SnapshotChecksumMismatch`."""
 
 from __future__ import annotations
 
@@ -274,7 +269,7 @@ class ManifestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_snapshot(data: ManifestData, covered_salt: int) -> bytes:
-    """The file's bytes: first with a checksum of zero, then with the CRC32 of that (rule 2)."""
+    """The file's bytes: first with a checksum of zero, then with the CRC32 of that."""
     with of_kind(ErrorKind.ENCODING):
         numbers = (data.version, data.last_lsn, data.active_wal, data.next_sst_id, *data.frozen_wals)
         for number in numbers:

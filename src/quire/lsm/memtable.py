@@ -1,18 +1,9 @@
 """What was written and is not in a table yet: a dictionary, with older versions only where a snapshot needs them.
 
-Terms
-  entry    (lsn, value, older): the newest version of a key, and the version before it if somebody may read that
-  frozen   takes no more writes; its rows are made Arrow once
+An entry is (lsn, value, older). Entries are replaced, never changed: readers walk them without a lock. A key that comes while
+a scan runs has a higher lsn than the scan reads at, and may be missed.
 
-Rules
-  1. Entries are never changed, only replaced: readers walk them without a lock.
-  2. A version is kept behind its successor if some snapshot that is open when the successor comes is at or above it.
-  3. Keys are sorted when somebody asks, and only the new ones: a dictionary keeps the order of insertion and nothing is ever
-     taken out, so the keys behind the first n are the ones that came since.
-  4. A key that comes while a scan runs has a higher lsn than the scan reads at; it may be missed.
-
-Threads: one writer at a time (the engine's write lock); readers any.
-"""
+Threads: one writer at a time (the engine's write lock); readers any."""
 
 from __future__ import annotations
 
@@ -50,7 +41,7 @@ class Memtable:
         self._batch: pa.RecordBatch | None = None
 
     def put_all(self, lsn: int, items: Mapping[bytes, bytes | None], payload_bytes: int, snapshot_lsn: int) -> None:
-        """Enter a batch. `snapshot_lsn` is the highest that somebody reads at, or 0 (rule 2)."""
+        """Enter a batch. `snapshot_lsn` is the highest that somebody reads at, or 0: versions above it are not kept."""
         if snapshot_lsn:
             entries = self.entries
             for key, value in items.items():
@@ -74,11 +65,13 @@ class Memtable:
 
     # ── sorted ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def sorted_keys(self) -> list[bytes]:
-        """The keys in order; a list that is never changed (rule 3)."""
+        """The keys in order; a list that is never changed."""
         if len(self._sorted) != len(self.entries):
             with self._sorting:
                 known = self._sorted
-                new = list(self.entries)[len(known) :]
+                new = list(self.entries)[
+                    len(known) :
+                ]  # a dictionary keeps the order of insertion, and nothing is taken out
                 new.sort()
                 both = known + new
                 both.sort()  # two runs: this merges them

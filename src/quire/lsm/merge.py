@@ -1,25 +1,16 @@
 """Sorted rows from several places become one sorted stream, a part of the key space at a time, without a loop over rows.
 
-Terms
-  source     something that has sorted rows: a memtable, a frozen one, a table
-  part       a range of keys [low, high) small enough to be merged in memory
-  mark       a key at which a part may begin, with the bytes that follow it in its source
-  stripe     the lsns between two neighbouring snapshots: of the versions of a key in one stripe only the newest is ever seen
+A part is a range [low, high) small enough to be merged in memory: concatenate, sort by key and by falling lsn, decide by
+masks. Versions of a key never fall into two parts. A stripe is the lsns between two neighbouring snapshots: of the versions
+of a key in one stripe only the newest is ever seen. A compaction keeps that one; a tombstone goes only if nothing older of
+its key can be anywhere else (the caller says so) and nothing older is kept here.
 
-Rules
-  1. A part is merged whole: concatenate, sort by key and by falling lsn, then decide by masks. Versions of a key never fall
-     into two parts, so every decision about a key is made in one place.
-  2. A read at an lsn sees, of each key, the newest version at or below it, and nothing if that is a tombstone.
-  3. A compaction keeps the newest version of each stripe of each key. A tombstone goes only if nothing older can be
-     anywhere else (the caller says so) and nothing older of its key is kept here.
-
-Pure functions, any thread; importable on executors.
-"""
+Any thread; importable on executors. Raises what reading and writing tables raise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -27,9 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from quire.core.errors import StorageFault
 from quire.core.limits import KIB, MIB
-from quire.lsm.sst_format import SCHEMA
-from quire.lsm.sst_writer import key_changes
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.lsm.compaction import TableOptions, VersionRetention
+from quire.lsm.sst_format import SCHEMA, TableMeta
+from quire.lsm.sst_reader import SSTable
+from quire.lsm.sst_writer import TableWriter, key_changes
 
 Mark = tuple[bytes, int]
 Hidden = frozenset[int]
@@ -54,16 +50,6 @@ class RowSource(Protocol):
         """The rows with keys in [low, high), in order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRetention:
-    """What a compaction must keep (rule 3); small and picklable."""
-
-    snapshots: tuple[int, ...] = ()
-    """Lsns that somebody reads at, rising."""
-    drop_tombstones_below: int = 0
-    """Tombstones with smaller lsns may go: nothing older of their keys is outside the tables that are merged."""
-
-
 def parts(
     sources: Sequence[RowSource], low: bytes, high: bytes | None, *, first_bytes: int, bytes_max: int = PART_BYTES
 ) -> list[tuple[bytes, bytes | None]]:
@@ -79,7 +65,7 @@ def parts(
 
 
 def merged(sources: Sequence[RowSource], low: bytes, high: bytes | None) -> pa.RecordBatch:
-    """All rows with keys in [low, high), sorted (rule 1)."""
+    """All rows with keys in [low, high), sorted."""
     runs = [rows for source in sources if (rows := source.rows_between(low, high))]
     batches = [batch for rows in runs for batch in rows]
     if not batches:
@@ -91,7 +77,7 @@ def merged(sources: Sequence[RowSource], low: bytes, high: bytes | None) -> pa.R
 
 
 def visible(rows: pa.RecordBatch, lsn: int, hidden: Hidden = frozenset()) -> pa.RecordBatch:
-    """Keys and values that a read at an lsn sees in sorted rows (rule 2), those of the `hidden` lsns left out."""
+    """Keys and values that a read at an lsn sees in sorted rows, those of the `hidden` lsns left out."""
     numbers = rows.column(2).to_numpy()
     if hidden:
         rows = rows.filter(pa.array(~np.isin(numbers, np.array(sorted(hidden), np.uint64))))
@@ -107,7 +93,7 @@ def visible(rows: pa.RecordBatch, lsn: int, hidden: Hidden = frozenset()) -> pa.
 
 
 def retained(rows: pa.RecordBatch, retention: VersionRetention) -> pa.RecordBatch:
-    """What a compaction keeps of sorted rows (rule 3)."""
+    """What a compaction keeps of sorted rows."""
     begins = _begins(rows.column(0))
     keep = begins
     if retention.snapshots and not begins.all():
@@ -153,6 +139,43 @@ def compacted(
         batch = retained(merged(sources, start, end), retention)
         if batch.num_rows:
             yield batch
+
+
+def merge_tables(
+    disk: Disk,
+    inputs: Sequence[SSTable],
+    retention: VersionRetention,
+    *,
+    level: int,
+    table_bytes: int,
+    options: TableOptions,
+    new_table: Callable[[], tuple[int, str]],
+    low: bytes = b"",
+    high: bytes | None = None,
+    stage: str = "",
+) -> list[tuple[str, TableMeta]]:
+    """Merge the rows of tables in [low, high) into new ones; their paths and what they hold. `new_table` gives id and path."""
+    outputs: list[tuple[str, TableMeta]] = []
+    writer: TableWriter | None = None
+    path = ""
+    try:
+        for batch in compacted(inputs, retention, low, high, part_bytes=min(PART_BYTES, table_bytes)):
+            if writer is None:
+                sst_id, path = new_table()
+                writer = TableWriter(sst_id, level, options)
+            writer.add(batch)
+            if writer.raw_bytes >= table_bytes:
+                outputs.append((path, writer.write(disk, path, stage)))
+                writer = None
+                hit("lsm.compaction.output")
+        if writer is not None:
+            outputs.append((path, writer.write(disk, path, stage)))
+    except Exception:
+        for written, _ in outputs:
+            with suppress(StorageFault, FileNotFoundError):
+                disk.remove(written)
+        raise
+    return outputs
 
 
 def _begins(keys: pa.BinaryArray) -> NDArray[np.bool_]:

@@ -1,33 +1,32 @@
-"""What LMDB knows of a key-value database's tables: folded from its manifest by idempotent operations, and compared (S1).
+"""What the store's manifest (LMDB) knows of a key-value database: rows of its tables, ends of its logs, jobs of its
+compactions.
 
-Rules
-  1. Log first, LMDB second: rows follow after an event is durable and its tables are open. What LMDB missed is folded with the
-     next change, or when the database is opened: what is submitted is the difference, and of what is equal there is none.
-  2. A fold that fails is reported, and keeps nobody from writing; but no file goes before one has succeeded.
-  3. With the rows goes how far the logs were durable just before (`LsmEndsRecord`): what an open compares them with
-     (witnesses.py).
-  4. `differences` compares the two: `verify` does (V7).
+The database's own log comes first, LMDB second (S1): rows follow after an event is durable and its tables are open. What LMDB
+missed is folded with the next change or at the next open: what is submitted is the difference. A fold that fails keeps nobody
+from writing, but no file goes before one has succeeded.
 
-Threads: any; folds of one database one after another. Raises nothing, except `differences` what reading LMDB raises.
-"""
+Threads: any; folds of one database one after another. Raises nothing, except `differences` what reading LMDB raises."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.core.errors import QuireError
+from quire.core.errors import IllegalTransition, QuireError, UnknownJob
 from quire.core.events import emit
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Op
+from quire.manifest.jobqueue import Job, worker_name
+from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import FoldLsm, RecordLsmEnds
-from quire.manifest.records import LsmEndsRecord, LsmTableRecord
+from quire.manifest.ops.jobs import EnqueueJob, StartJob
+from quire.manifest.records import JobKind, LsmEndsRecord, LsmTableRecord
 from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:
+    from quire.lsm.compaction import MergeJob
     from quire.lsm.sst_reader import SSTable
 
 KEY_BYTES = 256
@@ -46,7 +45,7 @@ class KvProjection:
         self._recorded: LsmEndsRecord | None = None
 
     def fold(self, tables: Callable[[], Iterable[SSTable]], ends: Callable[[], LsmEndsRecord]) -> bool:
-        """Bring the rows up to what `tables` says by then, and record the ends; whether LMDB has them now (rules 1 to 3)."""
+        """Bring the rows up to what `tables` says by then, and record the ends; whether LMDB has them now."""
         with self._lock:
             try:
                 known = self._known if self._known is not None else self.rows()
@@ -67,7 +66,7 @@ class KvProjection:
             return True
 
     def record(self, ends: LsmEndsRecord) -> None:
-        """Record how far the logs are durable, and nothing else; a failure is reported (rule 2)."""
+        """Record how far the logs are durable, and nothing else; a failure is reported."""
         with self._lock:
             if ends == self._recorded:
                 return
@@ -89,7 +88,7 @@ class KvProjection:
             return {key[1]: row for key, row in txn.scan(t.LSM_CATALOG, self._db_id)}
 
     def differences(self, tables: Iterable[SSTable]) -> Iterator[str]:
-        """What LMDB says otherwise than the tables (rule 4)."""
+        """What LMDB says otherwise than the tables."""
         rows, wanted = self.rows(), {table.meta.sst_id: record_of(table) for table in tables}
         for sst_id in sorted(rows.keys() | wanted.keys()):
             if sst_id not in rows:
@@ -123,3 +122,59 @@ def is_row_of(row: LsmTableRecord, table: SSTable) -> bool:
 
 def _is_same(row: LsmTableRecord, wanted: LsmTableRecord) -> bool:
     return row == (wanted if row.checksum else msgspec.structs.replace(wanted, checksum=0))
+
+
+LEASE_MS = 30 * 24 * 3_600 * 1_000
+"""Of a compaction's job."""
+
+
+class CompactionJobs:
+    """The compactions of one database as jobs of the store, so that `quire jobs` shows them. Raises nothing.
+
+    The lease outlives every compaction: while this process lives the work goes on, and when it dies the next owner finds the
+    row pending at once. Whoever takes it then merges what is due by then. A row that could not be written or completed keeps
+    no compaction from being done: the database's own log is the truth (S1). Called with the compaction lock held.
+    """
+
+    def __init__(self, manifest: ManifestStore, db_id: int) -> None:
+        self._manifest = manifest
+        self._db_id = db_id
+        self._worker = worker_name("lsm")
+        self._job_id = 0
+        """The row of the compaction that is under way, or failed; 0 for none."""
+
+    def begin(self, job: MergeJob) -> None:
+        """Make the row of a compaction and take it, in one batch: no other worker gets it."""
+        if self._job_id:
+            return
+        size = sum(table.size_bytes for table in job.inputs)
+        payload = {"level": job.level, "inputs": len(job.inputs), "size_bytes": size}
+        try:
+            record = self._manifest.jobs.record(JobKind.COMPACTION, self._db_id, payload)
+            job_id = self._manifest.allocate(Counter.JOB)
+            expires = self._manifest.clock.now_ms() + LEASE_MS
+            self._manifest.submit([EnqueueJob(job_id, record), StartJob(job_id, self._worker, expires)]).result()
+            self._job_id = job_id
+        except QuireError as error:
+            self._complain(error)
+
+    def done(self, result: dict[str, Any]) -> None:
+        """Complete the row: the compaction is published."""
+        self._end(lambda job: self._manifest.jobs.complete(job, result))
+
+    def close(self) -> None:
+        """Leave what failed to the next worker."""
+        self._end(lambda job: self._manifest.jobs.defer(job, 0))
+
+    def _end(self, step: Callable[[Job], object]) -> None:
+        job_id, self._job_id = self._job_id, 0
+        if job_id:
+            try:
+                step(self._manifest.jobs.get(job_id))
+            except (IllegalTransition, UnknownJob):
+                pass  # it was cancelled meanwhile: too late
+            except QuireError as error:
+                self._complain(error)
+
+    def _complain(self, error: QuireError) -> None:
+        emit("warning", "lsm.job_row_failed", db_id=self._db_id, error=str(error))

@@ -1,15 +1,9 @@
 """Reading a key-value database: what the database and its snapshots have in common, and a cursor.
 
-Terms
-  range     keys in [low, high); `None` for no end
-  batches   Arrow record batches of the columns `key` and `value`: the fast way to read much
+A scan reads the database as it was when `scan` was called. What it holds (its snapshot, the files) is let go when it ends, is
+closed, or is forgotten. Batches are Arrow record batches of the columns `key` and `value`: the fast way to read much.
 
-Rules
-  1. A scan reads the database as it was when `scan` was called, whatever is written meanwhile.
-  2. What a scan holds (its snapshot, the files) is let go when it ends, is closed, or is forgotten.
-
-Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, `InvalidInput`, `Corruption`.
-"""
+Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, `InvalidInput`, `Corruption`."""
 
 from __future__ import annotations
 

@@ -3,29 +3,23 @@
 Steps
   1. the manifest: its snapshot, then its log
   2. the witnesses are compared: files and rows that the manifest could not have forgotten say that it is behind, and the
-     database is refused (rule 4)
+     database is refused. A table's id is logged before its file is made, and a new WAL takes no record before the manifest
+     names it
   3. every table that it names is opened; one that is missing, altered, or another one than LMDB knows is an error
-  4. every WAL that it names is replayed in order, its torn end cut off; one that is missing is an error
+  4. every WAL that it names is replayed in order, its torn end cut off; one that is missing is an error. Frozen WALs become
+  frozen
+     memtables
   5. notes about bulk loads that say no end get one: their tables are live, or they are not
-  6. files that it does not name are removed if they are garbage for certain, else moved to quarantine (rule 5)
+  6. files that it does not name are removed if they are garbage for certain, else moved to quarantine. Nothing is removed
+  before
+     everything named has been found
 
-Rules
-  1. A batch whose lsn is not above that of every table is skipped: a flush that was cut off between its two events has
-     brought it into a table. If it were replayed, a compaction might drop a tombstone above it and the next flush bring
-     it back.
-  2. Frozen WALs become frozen memtables, to be flushed; the active one goes on.
-  3. Nothing that is named is ever removed, and nothing is removed before everything named has been found.
-  4. A table's id is logged before its file is made, and a new WAL takes no record before the manifest names it. So a table
-     of an id that was never handed out, a WAL with records above the active one, or a row of such a table in LMDB mean that
-     events of the manifest are lost. Nothing is opened on such ground: `quire kv repair` decides.
-  5. Garbage for certain: temporary files, which no event ever names; WALs below the active one that are not frozen, because
-     what a manifest once called flushed stays flushed, however much of its end is lost; an empty WAL just above the active
-     one; and, if the manifest reaches what LMDB has recorded, tables that it does not name: nothing was acknowledged or
-     removed on the strength of an event before that was recorded (witnesses.py).
+Garbage for certain: temporary files; WALs below the active one that are not frozen, because what a manifest once called
+flushed stays flushed; an empty WAL just above the active one; and, if the manifest reaches what LMDB has recorded, tables
+that it does not name: nothing was acknowledged or removed on the strength of an event before that was recorded
+(witnesses.py).
 
-Threads: one, the opener's.
-Raises `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`, `StorageFault`.
-"""
+Threads: one, the opener's. Raises `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`, `StorageFault`."""
 
 from __future__ import annotations
 
@@ -47,7 +41,7 @@ from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
 from quire.lsm.projection import is_row_of
-from quire.lsm.view import Frozen, KvView, Levels
+from quire.lsm.view import Frozen, KvView, Levels, open_table
 from quire.lsm.wal import LOG_KIND, KvWal, batches_of, require_owner
 from quire.lsm.witnesses import REPAIR, StoreFacts
 
@@ -118,7 +112,7 @@ def _begin(disk: Disk, home: LsmHome, manifest: Manifest, facts: StoreFacts) -> 
 
 
 def refuse_behind(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
-    """Step 2 (rule 4)."""
+    """Step 2."""
     tables = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
     later = sorted(number for number in tables | facts.rows.keys() if number >= state.next_sst_id)
     if not later and facts.ends is None:
@@ -163,14 +157,10 @@ def _is_empty(disk: Disk, path: str) -> bool:
 
 def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache, facts: StoreFacts) -> list[SSTable]:
     """Step 3."""
-    if not state.tables:
-        return []
-    from quire.lsm.sst_reader import SSTable
-
     opened: list[SSTable] = []
     try:
         for entry in state.sstables:
-            table = SSTable.open(disk, f"{home.path}/{entry.path}", entry.id, cache)
+            table = open_table(disk, f"{home.path}/{entry.path}", entry.id, cache)
             opened.append(table)
             row = facts.rows.get(entry.id)
             if row is not None and not is_row_of(row, table):
@@ -189,7 +179,9 @@ def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[K
     wals.append(wal)
     memtable = Memtable()
     for lsn, items, size in batches_of(contents):
-        if lsn > in_tables:  # rule 1
+        # Else a flush that was cut off between its two events has brought it into a table. If it were replayed, a compaction
+        # might drop a tombstone above it and the next flush bring it back.
+        if lsn > in_tables:
             memtable.put_all(lsn, items, size, 0)
     if contents.torn_bytes:
         emit("info", "lsm.wal.torn", path=contents.path, bytes=contents.torn_bytes)
@@ -197,7 +189,7 @@ def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[K
 
 
 def _sweep(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
-    """Step 6 (rules 3 and 5)."""
+    """Step 6."""
     live = {entry.path for entry in state.sstables}
     wals = {*state.frozen_wals, state.active_wal}
     for name in disk.names(f"{home.path}/sst"):

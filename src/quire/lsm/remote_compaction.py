@@ -1,22 +1,14 @@
 """A major compaction whose work is done elsewhere: plan here, run on executors, publish here.
 
-Terms
-  task   a range of keys to be merged: everything an executor needs, small and picklable
-
-Rules
-  1. `run_task` reads immutable tables and writes new ones under ids that only this task has, each named when it is whole: run
-     twice, two at a time even, or killed, it does no harm. It needs no manifest and no engine, only the directory.
-  2. Ids are reserved in the database's manifest before a task leaves the process.
-  3. While the work is out no other compaction of the database begins; writes and flushes go on. One `Compaction` event
-     makes the result live.
-  4. What is not published leaves files that the next open sweeps, and nothing else.
+`run_task` reads immutable tables and writes new ones under ids that only this task has, each named when it is whole: run
+twice, two at a time even, or killed, it does no harm. Ids are reserved in the database's manifest before a task leaves the
+process. While the work is out no other compaction of the database begins; writes and flushes go on.
 
     with plan_major(kv, tasks=8) as plan:
         written = [sst_id for task in plan.tasks for sst_id in run_task(task)]    # anywhere, in any order
         plan.publish(written)
 
-Threads: one for each plan. Raises what reading and writing tables raise, `InvalidInput` for ids that are not of the plan.
-"""
+Threads: one for each plan. Raises what reading and writing tables raise, `InvalidInput` for ids that are not of the plan."""
 
 from __future__ import annotations
 
@@ -30,9 +22,9 @@ from quire.core.errors import InvalidInput
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import TEMPORARY, LsmHome
 from quire.lsm import compaction
-from quire.lsm.merge import VersionRetention, parts
+from quire.lsm.compaction import TableOptions, VersionRetention
+from quire.lsm.merge import merge_tables, parts
 from quire.lsm.sst_reader import SSTable
-from quire.lsm.sst_writer import TableOptions
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
@@ -58,7 +50,7 @@ class Task:
 
 
 def run_task(task: Task, disk: Disk | None = None) -> list[int]:
-    """Merge a range; the ids of the tables that were written (rule 1)."""
+    """Merge a range; the ids of the tables that were written."""
     disk, home, left = disk or OsDisk(), LsmHome(task.directory), iter(task.ids)
     tables = [SSTable.open(disk, home.sst(sst_id), sst_id) for sst_id in task.inputs]
 
@@ -67,7 +59,7 @@ def run_task(task: Task, disk: Disk | None = None) -> list[int]:
         return sst_id, home.sst(sst_id)
 
     try:
-        written = compaction.run(
+        written = merge_tables(
             disk,
             tables,
             task.retention,
@@ -95,7 +87,7 @@ class MajorCompaction:
         self._ids = {sst_id for task in tasks for sst_id in task.ids}
 
     def publish(self, written: Iterable[int]) -> None:
-        """Every task is done: have its tables live and the old ones not (rule 3)."""
+        """Every task is done: have its tables live and the old ones not."""
         chosen = sorted(set(written))
         if not self._ids.issuperset(chosen):
             raise InvalidInput("these tables do not belong to this compaction", ids=chosen)

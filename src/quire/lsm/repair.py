@@ -1,4 +1,10 @@
-"""Puts a key-value database together again, as a survey says (inventory.py).
+"""Repairs a key-value database whose files do not fit together: a survey reads everything, `carry_out` does what it says.
+
+Where the manifest is not whole (its witnesses disagree), these tables are live: where it is sound and has later ids and lsns
+than LMDB, those that it names (LMDB was put back from a copy, say). Else those that LMDB has rows of, except the ones that a
+readable event removes; those that readable events add and LMDB does not know yet; and a table that nothing names whose rows
+are all newer than every other table's, which is what a flush leaves whose event was lost. A table that is missing or damaged
+is replaced by a copy: its second name in a snapshot or a fork, or its object in a backup.
 
 What is on disk, step by step; the database is refused until the last one, and a repair can begin again at any of them
   new tables, the new WAL      files that no manifest names
@@ -9,33 +15,393 @@ What is on disk, step by step; the database is refused until the last one, and a
 
 Nothing is removed: `quire quarantine` lists what was moved.
 
-Threads: one, with nobody else in the database. Raises `Corruption` for a copy that is damaged too, and what the disk raises.
-"""
+Threads: one, with nobody else in the database. Raises `FormatTooNew`, `Corruption` for a copy that is damaged too, and what
+the disk raises."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.core.errors import Corruption, StorageFault
+import msgspec
+
+from quire.core.errors import Corruption, FormatTooNew, QuireError, StorageFault
 from quire.durable.failpoints import hit
-from quire.durable.files import write_atomic, write_new
+from quire.durable.files import Disk, read_all, write_atomic, write_new
+from quire.durable.log_format import LogHeader, decode_header
+from quire.durable.log_reader import find_frames, scan
 from quire.durable.log_writer import LogWriter
-from quire.durable.names import TEMPORARY, sst_entry_path
-from quire.lsm.inventory import KvSurvey, checked, readable_blocks
-from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
-from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
+from quire.durable.names import TEMPORARY, LsmHome, lsm_number, sst_entry_path
+from quire.lsm.compaction import TableOptions
+from quire.lsm.manifest import recorded_end
+from quire.lsm.manifest_data import AddSst, Compaction, ManifestData, ManifestSstEntry, RemoveSst
+from quire.lsm.manifest_format import LOG_NEXT, ManifestSnapshot, decode_event, decode_snapshot, encode_snapshot
 from quire.lsm.memtable import Memtable
-from quire.lsm.recovery import set_aside
-from quire.lsm.sst_writer import TableOptions, TableWriter
-from quire.lsm.wal import Items, KvWal
+from quire.lsm.projection import is_row_of
+from quire.lsm.recovery import names_in, refuse_behind, set_aside
+from quire.lsm.sst_reader import SSTable
+from quire.lsm.sst_writer import TableWriter
+from quire.lsm.wal import LOG_KIND, Items, KvWal, decode_batch
+from quire.lsm.witnesses import StoreFacts
+from quire.manifest.records import LsmTableRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Fetch = Callable[[int, LsmTableRecord], tuple[str, Callable[[], bytes]] | None]
+"""Finds a table in backups: where it is, and what reads it."""
 
+
+class RepairReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a repair finds, and does if it is applied."""
+
+    reason: str
+    """Why the database does not open; empty if it does."""
+    applied: bool
+    kept: int
+    """Tables that are sound and stay."""
+    brought_back: tuple[str, ...]
+    """Tables that are replaced by a copy."""
+    rewritten: tuple[str, ...]
+    """Damaged tables, and what is saved of them."""
+    batches: int
+    """Batches of logs that are in no table."""
+    lost: tuple[str, ...]
+    """What cannot be saved."""
+    doubts: tuple[str, ...]
+    """What may be wrong afterwards."""
+    moved: tuple[tuple[str, str], ...]
+    """Files that go to quarantine, relative to the database, and why."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is something to repair."""
+        return bool(self.reason or self.lost or self.brought_back or self.rewritten)
+
+
+@dataclass(slots=True)
+class _History:
+    """What can be read of the manifest."""
+
+    state: ManifestData = field(default_factory=ManifestData)
+    removed: set[int] = field(default_factory=set)
+    reason: str = ""
+    """Why it is not whole; empty if it is."""
+    is_newer: bool = False
+    """It is sound, and ahead of an LMDB that was put back: it says which tables are live."""
+    is_empty: bool = True
+
+
+@dataclass(slots=True)
+class KvSurvey:
+    """What is left of a damaged database, and where each part can be had."""
+
+    disk: Disk
+    home: LsmHome
+    facts: StoreFacts
+    reason: str = ""
+    sound: dict[int, SSTable] = field(default_factory=dict)
+    copies: dict[int, tuple[str, Callable[[], bytes]]] = field(default_factory=dict)
+    damaged: dict[int, int] = field(default_factory=dict)
+    """Tables of which some blocks can be read: how many rows those have."""
+    batches: dict[int, Items] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
+    last_lsn: int = 0
+    next_sst_id: int = 1
+    version: int = 0
+    """The newest that the manifest had, as far as it could be read."""
+    next_wal: int = 1
+
+    def report(self, *, applied: bool) -> RepairReport:
+        """What was found, as a value."""
+        return RepairReport(
+            reason=self.reason,
+            applied=applied,
+            kept=len(self.sound),
+            brought_back=tuple(f"table {sst_id} from {self.copies[sst_id][0]}" for sst_id in sorted(self.copies)),
+            rewritten=tuple(f"{rows} rows of table {sst_id}" for sst_id, rows in sorted(self.damaged.items())),
+            batches=len(self.batches),
+            lost=tuple(self.lost),
+            doubts=tuple(self.doubts),
+            moved=tuple((os.path.relpath(path, self.home.path), why) for path, why in sorted(self.moved.items())),
+        )
+
+    def close(self) -> None:
+        """Close the tables."""
+        for table in self.sound.values():
+            table.close()
+
+
+# ── the survey ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def survey(disk: Disk, home: LsmHome, facts: StoreFacts, fetch: Fetch | None = None) -> KvSurvey:
+    """Read everything that there is of a database. Changes nothing."""
+    history = _history(disk, home, facts)
+    survey = KvSurvey(disk, home, facts, history.reason)
+    ids = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
+    wals = {number for name in names_in(disk, f"{home.path}/wal") if (number := lsm_number(name, ".log")) is not None}
+    live = _live(history, facts, ids)
+    lost_ranges = [_take_table(survey, sst_id, fetch) for sst_id in sorted(live)]
+    if history.reason or facts.ends is None:  # else the manifest is known to reach what was acknowledged
+        _take_newer(survey, sorted(ids - live - history.removed))
+    _take_logs(survey, history, sorted(wals), [lost for lost in lost_ranges if lost is not None])
+    for sst_id in sorted(ids - survey.sound.keys() - survey.copies.keys()):
+        survey.moved.setdefault(home.sst(sst_id), "no manifest record says that this table is live")
+    recorded = [end.number for end in facts.ends.wals] if facts.ends is not None else []
+    state = history.state
+    survey.next_sst_id = max(state.next_sst_id, *(number + 1 for number in (0, *ids, *facts.rows)))
+    survey.version = state.version
+    survey.next_wal = 1 + max(state.active_wal, 0, *wals, *recorded)
+    lsns = [table.meta.lsn_max for table in survey.sound.values()] + [row.lsn_max for row in facts.rows.values()]
+    acknowledged = facts.ends.last_lsn if facts.ends is not None else 0
+    survey.last_lsn = max(state.last_lsn, acknowledged, *lsns, *survey.batches, 0)
+    return survey
+
+
+def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
+    history, snapshot = _History(), None
+    try:
+        snapshot = decode_snapshot(read_all(disk, home.manifest_snapshot), home.manifest_snapshot)
+        history.state, history.is_empty = snapshot.manifest_data, False
+    except FileNotFoundError:
+        pass
+    except Corruption as error:
+        history.reason = _told(error)
+    try:
+        raw = read_all(disk, home.manifest_log)
+        header = decode_header(raw, home.manifest_log)
+    except FileNotFoundError:
+        history.reason = history.reason or "the manifest's log is missing"
+        return history
+    except Corruption as error:
+        history.reason = history.reason or _told(error)
+        return history
+    if snapshot is None or snapshot.covered_salt != header.salt:
+        _replay(history, raw, header, home)
+    if not history.reason:
+        history.reason = _disagreement(disk, home, facts, history.state, snapshot, raw, header)
+        alone = msgspec.structs.replace(facts, ends=None)
+        if history.reason and not _disagreement(disk, home, alone, history.state, snapshot, raw, header):
+            # Ids and lsns only rise, and both are handed out before anything is made of them.
+            ends, state = facts.ends, history.state
+            known = max(facts.rows, default=0)
+            history.is_newer = ends is not None and state.last_lsn > ends.last_lsn and state.next_sst_id > known + 1
+    return history
+
+
+def _replay(history: _History, raw: bytes, header: LogHeader, home: LsmHome) -> None:
+    """Every event that can be read, also behind damage."""
+    for frame in find_frames(raw, header):
+        if not frame.payload:
+            continue
+        try:
+            event = decode_event(frame.payload, home.manifest_log, frame.offset)
+        except Corruption as error:
+            history.reason = history.reason or _told(error)
+            continue
+        history.is_empty = False
+        history.state.apply(event)
+        if isinstance(event, RemoveSst):
+            history.removed.add(event.id)
+        elif isinstance(event, Compaction):
+            history.removed.update(event.removed)
+        elif isinstance(event, AddSst):
+            history.removed.discard(event.entry.id)
+
+
+def _disagreement(
+    disk: Disk,
+    home: LsmHome,
+    facts: StoreFacts,
+    state: ManifestData,
+    snapshot: ManifestSnapshot | None,
+    raw: bytes,
+    header: LogHeader,
+) -> str:
+    """Why the manifest is not whole; empty if it is."""
+    path = home.manifest_log
+    try:
+        recorded = recorded_end(facts, header, snapshot, path)
+        if snapshot is None and header.kind == LOG_NEXT:
+            return "the manifest's snapshot is missing"
+        if snapshot is None or snapshot.covered_salt != header.salt:
+            scan(raw, path, vouched=recorded)
+        refuse_behind(disk, home, state, facts)
+    except FormatTooNew:
+        raise
+    except QuireError as error:
+        return _told(error)
+    return ""
+
+
+def _told(error: QuireError) -> str:
+    """What is wrong and with which file; what to do about it is known here."""
+    path = error.where.get("path", "")
+    return f"{error.what} ({'/'.join(str(path).split('/')[-2:])})" if path else error.what
+
+
+def _live(history: _History, facts: StoreFacts, ids: set[int]) -> set[int]:
+    named = set(history.state.tables)
+    if not history.reason or history.is_newer:
+        return named
+    if facts.rows:
+        return (facts.rows.keys() - history.removed) | {sst_id for sst_id in named if sst_id > max(facts.rows)}
+    return named if not history.is_empty or facts.ends is not None else ids
+
+
+def _take_table(survey: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
+    """Keep a live table, or a copy of it, or what can be read of it; the lsns of what may be lost, if something is."""
+    path, row = survey.home.sst(sst_id), survey.facts.rows.get(sst_id)
+    table, trouble = checked(survey.disk, path, sst_id, row)
+    if table is not None:
+        survey.sound[sst_id] = table
+        return None
+    survey.reason = survey.reason or trouble
+    copy = _find_copy(survey, sst_id, row, fetch)
+    if copy is not None:
+        survey.copies[sst_id] = copy
+        return None
+    rows = _readable_rows(survey.disk, path, sst_id)
+    if rows:
+        survey.damaged[sst_id] = rows
+    described = f", which had {row.rows:,} rows with keys from {row.key_min!r} to {row.key_max!r}" if row else ""
+    survey.lost.append(f"{'some rows' if rows else 'all rows'} of table {sst_id}{described}: {trouble}")
+    survey.doubts.append(f"keys of table {sst_id} may show older values, or be back after they were deleted")
+    if survey.disk.exists(path):
+        survey.moved[path] = f"the table is damaged: {trouble}"
+    return (row.lsn_min, row.lsn_max) if row is not None else (0, 0)
+
+
+def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> tuple[SSTable | None, str]:
+    """A table that is sound and is the one that LMDB describes; else why not."""
+    try:
+        table = SSTable.open(disk, path, sst_id)
+    except QuireError as error:
+        return None, error.what
+    try:
+        if row is not None and not is_row_of(row, table):
+            trouble = "it is not the table that the store's manifest describes"
+        else:
+            trouble = next(table.verify(), "")
+    except QuireError as error:
+        trouble = error.what
+    if trouble:
+        table.close()
+        return None, trouble
+    return table, ""
+
+
+def _find_copy(
+    survey: KvSurvey, sst_id: int, row: LsmTableRecord | None, fetch: Fetch | None
+) -> tuple[str, Callable[[], bytes]] | None:
+    disk, home = survey.disk, survey.home
+    for folder in _folders(disk, home, own_only=row is None):
+        path = f"{folder}/{sst_entry_path(sst_id)}"
+        table, _ = checked(disk, path, sst_id, row) if disk.exists(path) else (None, "")
+        if table is not None:
+            table.close()
+            return os.path.relpath(path, os.path.dirname(home.path)), partial(read_all, disk, path)
+    return fetch(sst_id, row) if fetch is not None and row is not None else None
+
+
+def _folders(disk: Disk, home: LsmHome, *, own_only: bool) -> Iterator[str]:
+    """Directories that may have another name of a table: snapshots of the database, other databases, and their snapshots."""
+    base = os.path.dirname(home.path)
+    homes = [home.path] if own_only else [home.path, *(f"{base}/{name}" for name in names_in(disk, base))]
+    for other in homes:
+        if other != home.path:
+            yield other
+        yield from (f"{other}/snapshots/{name}" for name in names_in(disk, f"{other}/snapshots"))
+
+
+def _readable_rows(disk: Disk, path: str, sst_id: int) -> int:
+    return sum(batch.num_rows for batch in readable_blocks(disk, path, sst_id))
+
+
+def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBatch]:
+    """The blocks of a damaged table that can be read; none if its index cannot."""
+    try:
+        table = SSTable.open(disk, path, sst_id)
+    except QuireError:
+        return
+    try:
+        for number in range(len(table.meta.blocks)):
+            with suppress(Corruption):
+                yield table.block(number).batch
+    finally:
+        table.close()
+
+
+def _take_newer(survey: KvSurvey, unnamed: Sequence[int]) -> None:
+    """Tables that nothing names, and that have only rows newer than every other's."""
+    candidates = []
+    for sst_id in unnamed:
+        table, _ = checked(survey.disk, survey.home.sst(sst_id), sst_id, None)
+        if table is not None:
+            candidates.append(table)
+    newest = max((table.meta.lsn_max for table in survey.sound.values()), default=0)
+    for table in sorted(candidates, key=lambda table: table.meta.lsn_min):
+        if table.meta.level == 0 and table.meta.lsn_min > newest:
+            survey.sound[table.meta.sst_id] = table
+            newest = table.meta.lsn_max
+        else:
+            table.close()
+
+
+def _take_logs(survey: KvSurvey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
+    """Batches of the logs that are in no table, also those behind damage."""
+    state, home = history.state, survey.home
+    named = {number for number in (*state.frozen_wals, state.active_wal) if number}
+    in_tables = max((table.meta.lsn_max for table in survey.sound.values()), default=0)
+    for number in numbers:
+        if not history.reason and number not in named and number < state.active_wal:
+            continue  # flushed, and not removed yet
+        survey.moved[home.wal(number)] = "its contents are already in a table"
+        for lsn, items in _batches(survey, number):
+            if lsn > in_tables or any(low <= lsn <= high for low, high in lost):
+                survey.batches[lsn] = items
+    if not history.reason:
+        for number in sorted(named - set(numbers)):
+            survey.reason = survey.reason or "a write-ahead log is missing"
+            survey.lost.append(f"what write-ahead log {number} held: the file is missing")
+    reached = max([in_tables, state.last_lsn, *survey.batches])
+    if survey.facts.ends is not None and reached < survey.facts.ends.last_lsn and not survey.lost:
+        survey.reason = survey.reason or "acknowledged writes are missing from the database"
+        survey.lost.append(f"writes from lsn {reached + 1} to {survey.facts.ends.last_lsn}: no file has them")
+
+
+def _batches(survey: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
+    path, recorded = survey.home.wal(number), survey.facts.wal_end(number)
+    raw = read_all(survey.disk, path)
+    try:
+        header = decode_header(raw, path, LOG_KIND)
+        if recorded is None or recorded.salt != header.salt:
+            survey.facts.owner.require(header, number, path)
+    except QuireError as error:
+        survey.reason = survey.reason or _told(error)
+        survey.lost.append(f"what write-ahead log {number} held: {error.what}")
+        survey.moved[path] = error.what
+        return
+    try:
+        scan(raw, path, vouched=recorded)
+    except QuireError as error:
+        survey.reason = survey.reason or _told(error)
+        survey.lost.append(f"writes in log {number} at offset {error.where.get('offset', 0)}: {error.what}")
+        survey.moved[path] = f"the log is damaged: {error.what}"
+    for frame in find_frames(raw, header):
+        if frame.payload:
+            try:
+                yield decode_batch(frame.payload, path, frame.offset)
+            except Corruption as error:
+                survey.lost.append(f"writes in log {number} at offset {frame.offset}: {error.what}")
+
+
+# ── the repair ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def carry_out(survey: KvSurvey, options: TableOptions) -> None:
     """Do what the survey says. The database can be opened afterwards."""
     disk, home = survey.disk, survey.home

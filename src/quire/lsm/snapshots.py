@@ -1,20 +1,12 @@
-"""A key-value database as it is now, kept under a second name: links to its tables and a copy of its manifest.
+"""Copies of a key-value database under a second name: links to its tables and a copy of its manifest, for snapshots and
+forks.
 
-Terms
-  copy     a directory with the layout of a database: tables (the same files, by another name) and a manifest that names them
-  frozen   a copy that is only read: a snapshot of the database
+Tables never change, so a second name for the file is as good as a second file: bytes go with the last name (as RocksDB's
+checkpoints do it). A copy holds everything that was written before it was asked for. It is whole when its manifest is there,
+which is written last. A copy that is missing, or not the one that the snapshot's row describes, is an error: it never reads
+as empty.
 
-Rules
-  1. A copy holds everything that was written before it was asked for: the memtables are flushed first.
-  2. Tables never change, so a second name for the file is as good as a second file, and the file system counts the names:
-     bytes go with the last of them (as RocksDB's checkpoints do it).
-  3. A copy is whole when its manifest is there: that is written last, everything before it is synced. What a crash leaves is a
-     directory that nobody names; the engine sweeps it.
-  4. A snapshot's row in the store's manifest says that there is a copy, of which number and lsn. A copy that is not there, or
-     is another one, is an error: it never reads as an empty snapshot.
-
-Threads: any. Raises what the disk raises, `Corruption`.
-"""
+Threads: any. Raises what the disk raises, `Corruption`."""
 
 from __future__ import annotations
 
@@ -34,7 +26,7 @@ from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvRanges
-from quire.lsm.view import LSN_MAX, KvView, Levels
+from quire.lsm.view import LSN_MAX, KvView, Levels, open_table
 from quire.lsm.wal import Buffer, as_bytes
 from quire.lsm.witnesses import REPAIR, Owner, StoreFacts
 
@@ -67,7 +59,7 @@ def copy_frozen(disk: Disk, source: FrozenCopy, target: str, owner: Owner) -> No
 
 
 def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> None:
-    """Give the tables of a database second names (rule 2)."""
+    """Give the tables of a database second names."""
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     for entry in state.sstables:
@@ -82,7 +74,7 @@ def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> No
 def write_manifest(
     disk: Disk, target: str, state: ManifestData, last_lsn: int, owner: Owner | None = None, number: int = 0
 ) -> None:
-    """The manifest of a copy: the tables, and no WAL (rule 3)."""
+    """The manifest of a copy: the tables, and no WAL."""
     home = LsmHome(target)
     tables = {entry.id: ManifestSstEntry(entry.id, entry.path) for entry in state.sstables}
     data = ManifestData(version=state.version + 1, last_lsn=last_lsn, tables=tables, next_sst_id=state.next_sst_id)
@@ -101,7 +93,7 @@ class FrozenCopy(msgspec.Struct, frozen=True):
     lsn: int
 
     def state(self, disk: Disk) -> ManifestData:
-        """The copy's manifest; raises unless it is there and is the one of this snapshot (rule 4)."""
+        """The copy's manifest; raises unless it is there and is the one of this snapshot."""
         hint = "drop the snapshot, or restore its directory from a copy of the store"
         if not disk.exists(self.path):
             raise Corruption("the snapshot's files are missing", hint=hint, path=self.path)
@@ -122,10 +114,8 @@ class FrozenKv(KvRanges):
     """A copy, opened for reading. Use it as a context manager."""
 
     def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache | None = None) -> None:
-        from quire.lsm.sst_reader import SSTable
-
         self.state = copy.state(disk)
-        tables = [SSTable.open(disk, f"{copy.path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
+        tables = [open_table(disk, f"{copy.path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
         self._view = KvView(Memtable(), (), Levels(tables))
         self.failure: StoreClosed | None = None
 

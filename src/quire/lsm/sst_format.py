@@ -1,22 +1,16 @@
 """The bytes of a table: an Arrow IPC file of small record batches, with an index of our own before Arrow's footer.
 
-Terms
-  block     one record batch, about 64 KiB before compression; the unit of reading, checking and caching
-  section   bloom filter, index and tail: between the last record batch and Arrow's end-of-stream mark and footer
-  tail      the last, fixed part of the section; says where the rest is
+A block is one record batch, about 64 KiB before compression: the unit of reading, checking and caching. The section (bloom
+filter, index, tail) lies between the last record batch and Arrow's end-of-stream mark, so any Arrow reader reads the file.
+Rows are sorted by key, the versions of a key by lsn, newest first; no key spans two blocks; a tombstone has a null value. A
+table never changes once a manifest names it.
 
-Rules
-  1. Rows are sorted by key, and the versions of a key by lsn, newest first. No key spans two blocks.
-  2. Any Arrow reader reads the file: it looks at Arrow's footer, which knows nothing of the section.
-  3. We read a block by its place in the index, check its crc64, then what decoding it would take (block_bounds.py), decode it,
-     and check that Arrow's offsets stay inside its buffers: a checksum says that somebody wrote the bytes, not that they make
-     sense. The section has a crc64 of its own, and its numbers are checked against the file before any is used.
-  4. A tombstone has a null value.
-  5. A table never changes once a manifest names it. Before that its level may: a load's is chosen when all of it is there.
+Nothing from the file is believed because a checksum fits: tables come from executors, backups and object stores. Sizes in the
+section are checked against the file, and a block's message against the index before Arrow decodes it, because a few
+compressed KiB may ask for GiB; afterwards Arrow's offsets are validated.
 
 Pure functions; importable on executors. Format page: `docs/formats/sstable.md`.
-Raises `Corruption`, `ChecksumMismatch`, `FormatTooNew`.
-"""
+Raises `Corruption`, `ChecksumMismatch`, `FormatTooNew`."""
 
 from __future__ import annotations
 
@@ -30,7 +24,6 @@ import pyarrow as pa
 from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InternalError
 from quire.durable.checksums import crc64
 from quire.durable.files import File
-from quire.lsm.block_bounds import BLOCK_ROWS_MAX, check_message
 from quire.lsm.bloom import Bloom
 
 SCHEMA = pa.schema(
@@ -63,6 +56,26 @@ PROBES_MAX = 64
 U64_END = 1 << 64
 READ_BYTES = 64 << 10
 """Read from the end of a file at first: mostly all of the section."""
+
+BLOCK_ROWS_MAX = 1 << 24
+"""Of a block: 128 MiB of lsns. A block is cut between keys, so only versions of one key can make a large one."""
+BLOCK_BYTES_MAX = (1 << 31) - 1
+"""Of a column of a block: Arrow's offsets have 32 bits."""
+
+CONTINUATION = 0xFFFFFFFF
+RECORD_BATCH = 3
+"""The kind of a message, in Arrow's own numbering."""
+COLUMNS = 4
+BUFFERS = 10
+"""Validity, offsets and data of key and value; validity and data of lsn and tombstone."""
+DATA_BUFFERS = (2, 5)
+PADDING = 64
+"""Arrow may round a buffer's size up to this."""
+NOT_COMPRESSED = -1
+"""In place of a compressed buffer's size: it is as it is."""
+
+_HEAD = struct.Struct("<Ii")
+_PAIR = struct.Struct("<qq")
 
 if TAIL.size != TAIL_BYTES or ARROW_END.size != ARROW_END_BYTES:
     raise AssertionError("the table's structs disagree with their literal sizes")
@@ -127,7 +140,7 @@ def read_section(file: File, path: str) -> tuple[TableMeta, Bloom, int]:
 
 
 def set_level(file: File, path: str, level: int) -> None:
-    """Give another level to a table that no manifest names yet; synced on return (rule 5)."""
+    """Give another level to a table that no manifest names yet; synced on return."""
     old = _find_section(file, path)
     section = encode_section(msgspec.structs.replace(old.meta, level=level), old.bloom, old.offset)
     if len(section) != old.size:
@@ -207,7 +220,7 @@ def _piece(file: File, end: bytes, size: int, offset: int, length: int) -> bytes
 
 
 def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, path: str) -> list[pa.RecordBatch]:
-    """The rows of neighbouring blocks, if the bytes are the ones that were written, and make sense (rule 3)."""
+    """The rows of neighbouring blocks, if the bytes are the ones that were written, and make sense."""
     start, view, compression = places[0].offset, memoryview(data), meta.compression
     for place in places:
         piece = view[place.offset - start : place.offset - start + place.size]
@@ -253,3 +266,84 @@ _READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
 def _not_a_table(what: str, path: str, size: int) -> Corruption:
     return Corruption(what, hint=_HINT, path=path, size=size)
+
+
+# ── what decoding a block would take ────────────────────────────────────────────────────────────────────────────────────
+def check_message(message: memoryview, rows: int, raw_bytes: int, *, compressed: bool) -> None:
+    """Raise `ValueError` unless decoding the message takes what its place in the index declares."""
+    if not 0 < rows <= BLOCK_ROWS_MAX:
+        raise ValueError(f"{rows} rows in a block")
+    try:
+        mark, size = _HEAD.unpack_from(message)
+        if mark != CONTINUATION or not 0 < size <= len(message) - _HEAD.size:
+            raise ValueError("not an Arrow message")
+        metadata, body = message[_HEAD.size : _HEAD.size + size], message[_HEAD.size + size :]
+        root = _table(metadata, _number(metadata, "<I", 0))
+        if _number(metadata, "<B", _field(metadata, root, 1)) != RECORD_BATCH:
+            raise ValueError("not a record batch")
+        place = _field(metadata, root, 2)
+        batch = _table(metadata, place + _number(metadata, "<I", place))
+        if _number(metadata, "<q", _field(metadata, batch, 0)) != rows:
+            raise ValueError("the number of rows differs from the index")
+        nodes = _pairs(metadata, _field(metadata, batch, 1), COLUMNS)
+        if any(length != rows for length, _ in nodes):
+            raise ValueError("a column's number of rows differs from the index")
+        _check_buffers(body, _pairs(metadata, _field(metadata, batch, 2), BUFFERS), rows, raw_bytes, compressed)
+    except struct.error as error:
+        raise ValueError(f"the message is cut off: {error}") from error
+
+
+def _check_buffers(
+    body: memoryview, buffers: list[tuple[int, int]], rows: int, raw_bytes: int, compressed: bool
+) -> None:
+    bits, offsets = (rows + 7) // 8, 4 * (rows + 1)
+    fixed = {0: bits, 1: offsets, 3: bits, 4: offsets, 6: bits, 7: 8 * rows, 8: bits, 9: bits}
+    data_bytes = 0
+    for number, (offset, length) in enumerate(buffers):
+        if offset < 0 or length < 0 or offset + length > len(body):
+            raise ValueError(f"buffer {number} is not in the message")
+        size = length
+        if compressed and length:
+            size = _number(body, "<q", offset)
+            if size == NOT_COMPRESSED:
+                size = length - 8
+        if number in DATA_BUFFERS:
+            data_bytes += size
+            limit = min(raw_bytes, BLOCK_BYTES_MAX) + PADDING
+        else:
+            limit = fixed[number] + PADDING
+        if not 0 <= size <= limit or data_bytes > raw_bytes + 2 * PADDING:
+            raise ValueError(f"buffer {number} would take {size} bytes, more than declared")
+
+
+def _number(data: memoryview, layout: str, at: int) -> int:
+    if at < 0:  # struct would count from the end
+        raise ValueError("an offset leads out of the message")
+    (number,) = struct.unpack_from(layout, data, at)
+    return int(number)
+
+
+def _table(data: memoryview, at: int) -> int:
+    """A FlatBuffers table at an offset, if its list of fields is in the data."""
+    fields = at - _number(data, "<i", at)
+    _number(data, "<H", fields)
+    return at
+
+
+def _field(data: memoryview, table: int, number: int) -> int:
+    """Where a field of a table is."""
+    fields = table - _number(data, "<i", table)
+    if 4 + 2 * number >= _number(data, "<H", fields):
+        raise ValueError(f"the message has no field {number}")
+    offset = _number(data, "<H", fields + 4 + 2 * number)
+    if not offset:
+        raise ValueError(f"the message has no field {number}")
+    return table + offset
+
+
+def _pairs(data: memoryview, at: int, count: int) -> list[tuple[int, int]]:
+    """A vector of pairs of 64-bit numbers, of which there must be so many."""
+    start = at + _number(data, "<I", at)
+    if _number(data, "<I", start) != count:
+        raise ValueError("wrong number of columns or buffers")
+    return [_PAIR.unpack_from(data, start + 4 + _PAIR.size * number) for number in range(count)]

@@ -1,19 +1,10 @@
 """Reads a table: one key at a time, or ranges of rows as Arrow batches.
 
-Terms
-  block   a record batch, checked and decoded; kept in the cache for point reads and short ranges
-  found   (lsn, value) of a version of a key; the value of a tombstone is `None`
-
-Rules
-  1. A point read looks at the key range, the bloom filter, then at one block: no key spans two.
-  2. Long ranges pass the cache by: a scan must not drive out what point reads need.
-  3. The file stays open while anybody can reach the table, and is closed with the last reference to it: who reads never
-     meets a descriptor that has become another file. `on_last` is then called: that is when a dead table's file may go.
-  4. Bytes that are not what was written raise, whoever reads them; nothing is skipped.
+The file stays open while anybody can reach the table, and is closed with the last reference to it: a reader never meets a
+descriptor that has become another file. Bytes that are not what was written raise, whoever reads them.
 
 Threads: any. Importable on executors. Format page: `docs/formats/sstable.md`.
-Raises `Corruption` (also for a file that is missing), `ChecksumMismatch`, `FormatTooNew`, `StorageFault`.
-"""
+Raises `Corruption` (also for a file that is missing), `ChecksumMismatch`, `FormatTooNew`, `StorageFault`."""
 
 from __future__ import annotations
 
@@ -39,7 +30,7 @@ VersionedValue = tuple[int, bytes | None]
 READ_AHEAD_BYTES = 1 * MIB
 """Neighbouring blocks are read together, up to this much."""
 CACHED_BLOCKS = 4
-"""Ranges of no more blocks go through the cache (rule 2)."""
+"""Ranges of no more blocks go through the cache: a long scan must not drive out what point reads need."""
 ROW_OVERHEAD_BYTES = 96
 """What a row costs beyond its bytes, once point reads have made Python objects of its key and place."""
 
@@ -141,11 +132,11 @@ class SSTable:
         except BaseException:
             file.close()
             raise
-        weakref.finalize(table, file.close)  # rule 3
+        weakref.finalize(table, file.close)
         return table
 
     def on_last(self, action: Callable[[], None]) -> None:
-        """Have something done when nobody can reach the table any more (rule 3)."""
+        """Have something done when nobody can reach the table any more."""
         weakref.finalize(self, action).atexit = False
 
     def close(self) -> None:
@@ -157,7 +148,7 @@ class SSTable:
 
     # ── one key ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, key: bytes, key_hash: int, lsn: int) -> VersionedValue | None:
-        """The newest version of a key at or below an lsn (rule 1)."""
+        """The newest version of a key at or below an lsn."""
         meta = self.meta
         if key < meta.key_min or key > meta.key_max or not self.bloom.may_contain(key_hash):
             return None

@@ -1,15 +1,10 @@
 """Writes a table from sorted Arrow batches. Needs no manifest and no engine: it runs on executors too.
 
-Rules
-  1. Rows come sorted by key, versions of a key newest first (rule 1 of the format); the seams between batches are checked here,
-     the inside is the caller's promise and `verify`'s business.
-  2. Blocks are cut at about `block_bytes`, between keys, for a whole batch at once.
-  3. The file is built in memory (who writes tables bounds their size), written, synced and named before `write` returns:
-     an entry in a manifest may name it from then on.
+The seams between batches are checked here; that rows inside a batch are in order is the caller's promise, and `verify` checks
+it. The file is built in memory, then written, synced and named before `write` returns: a manifest may name it from then on.
 
 Threads: one for each writer. Format page: `docs/formats/sstable.md`.
-Raises `InternalError` (rows out of order), and what the disk raises; a file that could not be written whole is removed.
-"""
+Raises `InternalError` (rows out of order), and what the disk raises; a file that could not be written whole is removed."""
 
 from __future__ import annotations
 
@@ -28,12 +23,12 @@ from quire.core.errors import InternalError, OutOfRange, StorageFault
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.lsm.block_bounds import BLOCK_ROWS_MAX
 from quire.lsm.bloom import build_bloom, hash_keys
-from quire.lsm.compaction import TableOptions as TableOptions
+from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_format import (
     ARROW_END,
     ARROW_END_BYTES,
+    BLOCK_ROWS_MAX,
     END_OF_STREAM_BYTES,
     SCHEMA,
     BlockPlace,
@@ -142,7 +137,7 @@ class TableWriter:
         return self._sink.pieces, meta
 
     def write(self, disk: Disk, path: str, stage: str = "") -> TableMeta:
-        """Finish, and have the file durable under its name (rule 3).
+        """Finish, and have the file durable under its name.
 
         With a `stage`, a suffix that nobody else has, it gets its name in one step: for work that may be done twice at a time.
         """

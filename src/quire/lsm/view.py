@@ -1,13 +1,10 @@
 """What a database is at one moment: the memtable, the frozen memtables and the tables by level; and reading it at an lsn.
 
 Views and levels never change (a view's memtable grows, which reads at an lsn do not see): a flush or a compaction makes new
-ones. Whoever holds a view holds its tables, and with them their files, whatever is flushed or compacted meanwhile.
+ones. Whoever holds a view holds its tables, and with them their files. Which version of a key is newest is decided by lsn
+alone, never by level: tables that are loaded in bulk have the lsn of the beginning of the load.
 
-Which version of a key is newest is decided by lsn alone, never by level: tables that are loaded in bulk have the lsn of the
-beginning of the load.
-
-Threads: any.
-"""
+Threads: any."""
 
 from __future__ import annotations
 
@@ -17,14 +14,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.durable.files import Disk
 from quire.durable.log_reader import LogEnd
+from quire.lsm.bloom import hash_key
 from quire.lsm.memtable import Memtable
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.merge import Hidden, RowSource
-    from quire.lsm.sst_reader import SSTable, VersionedValue
+    from quire.lsm.sst_reader import BlockCache, SSTable, VersionedValue
+
+
+def open_table(disk: Disk, path: str, sst_id: int, cache: BlockCache | None) -> SSTable:
+    """`SSTable.open`, for modules that must not load Arrow: a database without tables does without it."""
+    from quire.lsm.sst_reader import SSTable
+
+    return SSTable.open(disk, path, sst_id, cache)
 
 
 class Levels:
@@ -122,8 +128,6 @@ class KvView(msgspec.Struct, frozen=True):
                     break
         levels = self.levels
         if best is None or best[0] < levels.lsn_max:
-            from quire.lsm.bloom import hash_key
-
             best = levels.get(key, hash_key(key), lsn, best)
         return best[1] if best is not None else None
 
@@ -131,7 +135,7 @@ class KvView(msgspec.Struct, frozen=True):
         self, low: bytes, high: bytes | None, lsn: int, *, hidden: Hidden = frozenset(), reverse: bool = False
     ) -> Iterator[pa.RecordBatch]:
         """The keys and values in [low, high) at an lsn, as batches in order, or in the opposite one."""
-        from quire.lsm.merge import scan_parts
+        from quire.lsm.merge import scan_parts  # Arrow: gets and puts do without
 
         sources: list[RowSource] = [self.memtable, *(frozen.memtable for frozen in self.frozen)]
         sources += self.levels.overlapping(low, high)

@@ -1,23 +1,15 @@
-"""What a store knows of a key-value database apart from its files (compared at each open), and who is told of its changes.
+"""What a store knows of a key-value database apart from its files, compared at each open.
 
-Terms
-  owner      the store and the database that files carry in their headers
-  recorded   what LMDB has of the database: rows of its tables, and how far its logs were durable (`LsmEndsRecord`)
+What LMDB has recorded (rows of tables, ends of logs) was durable in the database's files before, and logs only grow: so files
+that have less are damaged, or are not these files. Files that have more are normal: LMDB comes second (S1). What is not
+recorded is not checked; files that nothing names are then moved to quarantine, not removed.
 
-Rules
-  1. What is recorded was durable in the database's files before it was recorded, and logs only grow: so files that have less
-     are damaged, or are not these files. Files that have more are normal: LMDB comes second (S1).
-  2. A WAL is removed, and a table that a compaction has replaced, only after LMDB has recorded the event that makes it garbage.
-  3. What is not recorded is not checked: databases that belong to no store, and those that were last open before there were
-     records. Files that nothing names are then moved to quarantine, not removed.
-
-Values; any thread.
-"""
+Values; any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,48 +19,7 @@ from quire.durable.log_reader import LogEnd
 from quire.manifest.records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 
 if TYPE_CHECKING:
-    from quire.lsm.compaction import MergeJob
-    from quire.lsm.sst_reader import SSTable
-    from quire.manifest.records import LsmEndsRecord
-
-
-class CompactionLedger(Protocol):
-    """Who writes down what is compacted."""
-
-    def begin(self, job: MergeJob) -> None:
-        """A compaction begins, or is tried again."""
-
-    def done(self, result: dict[str, Any]) -> None:
-        """It is published."""
-
-    def close(self) -> None:
-        """None will be tried again."""
-
-
-class TableFollower(Protocol):
-    """Who follows a database's tables: the store's manifest (projection.py)."""
-
-    def fold(self, tables: Callable[[], Iterable[SSTable]], ends: Callable[[], LsmEndsRecord]) -> bool:
-        """They may have changed, and the logs have come so far; whether that is recorded now."""
-
-    def record(self, ends: LsmEndsRecord) -> None:
-        """The logs have come so far."""
-
-    def differences(self, tables: Iterable[SSTable]) -> Iterator[str]:
-        """What it knows otherwise."""
-
-
-class NoLedger:
-    """Of a database that belongs to no store."""
-
-    def begin(self, job: MergeJob) -> None:
-        pass
-
-    def done(self, result: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    from quire.lsm.projection import KvProjection
 
 
 REPAIR = "`quire kv repair` shows what can be recovered"
@@ -115,7 +66,7 @@ class StoreFacts(msgspec.Struct, frozen=True):
     """Of the tables that LMDB knows, by id."""
     quarantine: Callable[[str, str], None] | None = None
     """Moves a file (path, why); `None`: into a directory beside the database's own."""
-    follower: TableFollower | None = None
+    follower: KvProjection | None = None
     """Records what the database does from now on."""
 
     def wal_end(self, number: int) -> LogEnd | None:

@@ -359,7 +359,7 @@ class Client:
     def publish_tables(
         self, load: int, database: str, ids: Iterable[int], *, create: bool = False, timeout: float = 3_600.0
     ) -> int:
-        """Have the tables of a load in a key-value database, all at once, once; how many rows (`lsm/loading.py`)."""
+        """Have the tables of a load in a key-value database, all at once, once; how many rows (`lsm/bulk.py`)."""
         request = m.PublishTables(load, database, tuple(ids), create)
         return self._channel.call("kv.load.publish", request, timeout=timeout, attempt_seconds=timeout)
 

@@ -22,8 +22,8 @@ from quire.core.errors import InvalidInput, NotFound, QuireError
 from quire.core.events import emit
 from quire.durable.files import OsDisk
 from quire.durable.names import scratch_dir
+from quire.lsm.bulk import Load, begin_load, published
 from quire.lsm.kv import Kv
-from quire.lsm.loading import Load, begin_load, published
 from quire.service import messages as m
 from quire.service.api import StoreApi
 from quire.sqlite.bulk_insert import load_rows

@@ -5,7 +5,7 @@ one event of the database's manifest after all of its tasks. Writes, flushes and
 the database begins. Ids for what the tasks write are reserved before the first of them leaves (`lsm/remote_compaction.py`).
 Before the event there are files that nothing names; after it a repeated job finds nothing to do.
 
-Jobs that are not major are those of the engine's background (`lsm/compaction_jobs.py`): a worker gets one only if its process
+Jobs that are not major are those of the engine's background (`lsm/projection.py`): a worker gets one only if its process
 died, or gave up. Then what is due by now is merged, which may be nothing.
 
 Raises what opening the database and reading and writing tables raise, `InvalidConfig` if executors do not see the store.
@@ -61,7 +61,7 @@ def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 def _merge_due(kv: Kv, progress: Progress) -> dict[str, Any]:
     """Do what the background of a dead process left; nothing, if nothing is due by now."""
     done = 0
-    while kv.upkeep.compact_due(is_reported=False):
+    while kv.upkeep.compact_due(as_job=False):
         done += 1
         progress(done, 0)
     return {"compactions": done}

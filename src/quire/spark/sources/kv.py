@@ -42,9 +42,9 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.durable.names import LsmHome
 from quire.lsm.bulk import BulkWriter, LoadTarget
+from quire.lsm.compaction import TableOptions
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
-from quire.lsm.sst_writer import TableOptions
 from quire.lsm.view import LSN_MAX, prefix_end
 from quire.service.tickets import KV_IDS, Shelf, TakeIds
 from quire.spark.sources.base import KEEP_SECONDS, LoadWriter, Options, QuireSource, SourceReader
