@@ -13,7 +13,6 @@ from quire.core.ids import ArtifactKind
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.records import WalState
-from quire.stream.reader import is_going
 from quire.stream.state import Retention
 from tests.jobs.stream_world import SETTINGS, check, fill
 
@@ -72,7 +71,7 @@ class Life:
         self.stream.evict(*self._moving(), warm=self.chance.random() < 0.5)
 
     def _moving(self) -> list[int]:
-        return [each.segment_id for each in self.stream.ledger.view.sealed if not is_going(each)]
+        return [each.segment_id for each in self.stream.ledger.view.sealed if not each.is_going]
 
     def retire(self) -> None:
         sealed = self.stream.ledger.view.sealed

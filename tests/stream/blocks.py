@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.stream.segment import BlockPlace, Body, StreamSegmentHeader, body_of, encode_into
+from quire.stream.segment import Body, NextBlock, StreamSegmentHeader, body_of, encode_into
 
 SALT = 0x0123456789ABCDEF
 
 
-def encode_block(seed: int, place: BlockPlace, body: Body, *, is_commit: bool) -> bytes:
+def encode_block(seed: int, place: NextBlock, body: Body, *, is_commit: bool) -> bytes:
     """A block as bytes."""
     out = bytearray(body.block_bytes)
     encode_into(memoryview(out), seed, place, body, is_commit=is_commit)
@@ -29,7 +29,7 @@ def segment_of(
     raw, record, synced = bytearray(header.encode()), header.base_record, header.base_record
     for number, blocks in enumerate(appends):
         for place, payloads in enumerate(blocks):
-            where = BlockPlace(len(raw), record, header.created_at_ms + number, synced)
+            where = NextBlock(len(raw), record, header.created_at_ms + number, synced)
             last = place == len(blocks) - 1
             raw += encode_block(header.crc64, where, body_of(payloads), is_commit=last)
             record += len(payloads)

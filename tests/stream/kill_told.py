@@ -71,7 +71,7 @@ def _do(stream: Stream, told: dict[str, Any]) -> None:
         stream.register("ann")
         stream.ack("ann", first + (end - first) * told["percent"] // 100)
     elif what == "snapshot":
-        stream.ledger.log.snapshot()
+        stream.ledger.guarded(stream.ledger.log.snapshot)
     elif what == "switch":
         stream.switch(told["mode"])
     elif what in ("seal", "sync", "keep", "tick"):

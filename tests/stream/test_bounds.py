@@ -27,14 +27,14 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.segment import (
     BLOCK,
     BLOCK_HEAD_BYTES,
-    BlockPlace,
+    NextBlock,
     RecordBlock,
     StreamSegmentHeader,
     body_of,
     encode_into,
     is_body_good,
+    scan,
 )
-from quire.stream.segment_scan import scan
 from quire.stream.spans import spans_of
 from quire.stream.warm import CHECKED_BYTES, FOOTER, FOOTER_BYTES, ROW, ROW_BYTES, compress, reader_of
 from tests.stream.streams import StreamWorld
@@ -52,7 +52,7 @@ def segment(blocks: int = 6, records: int = 3) -> bytes:
     for _ in range(blocks):
         body = body_of([bytes([number]) * 50 for number in range(records)])
         out = memoryview(bytearray(body.block_bytes))
-        encode_into(out, HEADER_OF.crc64, BlockPlace(len(raw), first, 5, first), body, is_commit=True, running=0)
+        encode_into(out, HEADER_OF.crc64, NextBlock(len(raw), first, 5, first), body, is_commit=True, running=0)
         raw += out
         first += records
     return bytes(raw)
@@ -84,7 +84,7 @@ def read_all_of(data: bytes, raw_bytes: int | None = None) -> None:
         reader.header()
         reader.dictionary()
         for number in range(reader.frames):
-            reader.blocks(number)
+            reader.spans(number)
         reader.verify()
     except (Corruption, FormatTooNew):
         pass

@@ -16,8 +16,7 @@ from quire.core.errors import InvalidInput, OutOfRange, StorageFault, StoreClose
 from quire.core.settings import StreamSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import Tier
-from quire.stream.segment import StreamSegmentHeader
-from quire.stream.segment_scan import scan
+from quire.stream.segment import StreamSegmentHeader, scan
 from quire.testing.faults import Fault, FaultyDisk
 from tests.stream.streams import SMALL, StreamWorld, ids, record
 

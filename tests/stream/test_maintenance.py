@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.core.errors import ObjectStoreUnavailable
-from quire.stream.mlog_recovery import reconcile_recent
+from quire.stream.mlog_recovery import reconcile
 from quire.stream.mlog_verify import inspect
 from quire.stream.mlog_verify import verify as verify_log
 from quire.stream.state import Retention
@@ -107,7 +107,7 @@ def test_what_reconciliation_costs_does_not_depend_on_the_history(world: StreamW
         assert objects is not None
         asked: list[str] = []
         store = Counting(world.objects, asked)
-        reconcile_recent(world.stream.ledger.log.files, msgspec.structs.replace(objects, store=store), 0)
+        reconcile(world.stream.ledger.log.files, msgspec.structs.replace(objects, store=store), 0)
         assert not {name for name in asked if "list" in name}
         calls.append(len(asked))
     assert calls[1] <= calls[0] + 4

@@ -43,7 +43,7 @@ from quire.stream.files import LogFiles
 from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_format import CHUNK_BYTES
 from quire.stream.mlog_reader import ManifestLogReader, RecordView
-from quire.stream.mlog_recovery import recover
+from quire.stream.mlog_recovery import reconcile, recover
 from quire.stream.mlog_states import Hydration, Remote
 from tests.stream.logs import same_state
 from tests.stream.streams import LOG, SMALL, StreamWorld, record
@@ -225,5 +225,5 @@ def test_follower_catch_up(world: StreamWorld, tmp_path: Path) -> None:
     assert len(deleted) == 3
     assert all(each.state.remote is Remote.DONE for each in world.segments())
     for index in range(log.files.chunks()[-1]):  # what was dropped from tier 2 comes back from this disk
-        assert index in log.objects.listing().chunks or index in log.reconcile().rebuilt
+        assert index in log.objects.listing().chunks or index in reconcile(log.files, log.objects, 0).rebuilt
     assert world.payloads() == [record(number) for number in range(61, 121)]

@@ -14,9 +14,9 @@ from quire.stream import mlog_records as r
 from quire.stream.mlog_bundle import BundleTask, plan, publish, run
 from quire.stream.mlog_follower import LogFollower, ToHydrate
 from quire.stream.mlog_index import ManifestIndex, replay
-from quire.stream.mlog_modes import GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
+from quire.stream.mlog_modes import SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import load_chunk
-from quire.stream.mlog_recovery import reconcile, recover
+from quire.stream.mlog_recovery import objects_apart, recover
 from tests.stream.logs import files_at, opened, same_state
 from tests.stream.stories import Story
 from tests.stream.tiers import World
@@ -74,7 +74,7 @@ def test_what_a_bundle_supersedes_is_retired_by_records(world: World) -> None:
     assert world.objects.listing().chunks == {}
     assert list(world.objects.listing().bundles) == [(0, 9)]
     assert world.log.index.rejected == 0
-    assert reconcile(world.files, world.objects, world.log.index).chunks_needing_repair == {}
+    assert objects_apart(world.files, world.objects) == {}
     live = world.log.index
     for snapshot_id in world.files.snapshots():
         Path(world.files.snapshot(snapshot_id)).write_bytes(b"")
@@ -279,30 +279,6 @@ def test_a_mirror_stays_small(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def projection_of(index: ManifestIndex) -> dict[int, SegmentFacts]:
     return {info.segment_id: facts_of(info) for info in index.segments()}
-
-
-def test_off_goes_nowhere_shadow_is_compared_on_is_the_truth(world: World) -> None:
-    gated = GatedLog(world.log, Mode.OFF)
-    heard: list[Mode] = []
-    gated.listen(heard.append)
-    truth = Story(21)
-    truth.many(60)
-    assert gated.append(opened(1), 1) is None
-    assert gated.commit() is None
-    assert world.log.index.records == 0
-    gated.switch(Mode.SHADOW, projection_of(truth.index))
-    assert gated.compare(projection_of(truth.index)) == []
-    assert gated.figures().manifest_shadow_divergence == 0
-    next_segment = truth.index.opened_max + 1
-    assert gated.append(opened(5), next_segment) is not None
-    (apart,) = gated.compare(projection_of(truth.index))
-    assert (apart.segment_id, apart.projection) == (next_segment, None)
-    assert gated.figures().manifest_shadow_divergence == 1
-    gated.switch(Mode.ON)
-    gated.switch(Mode.ON)
-    assert heard == [Mode.SHADOW, Mode.ON]
-    live = world.log.index
-    assert same_state(world.reopen().index, live)
 
 
 @pytest.mark.parametrize("seed", range(8))

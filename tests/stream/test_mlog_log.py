@@ -12,9 +12,10 @@ import pytest
 from quire.core.errors import AlreadyExists, IllegalTransition, ManifestIntegrityError, ObjectNotFound, StoreLocked
 from quire.durable.failpoints import armed
 from quire.stream import mlog_records as r
+from quire.stream.metrics import StreamCollector
 from quire.stream.mlog_log import ManifestLog
-from quire.stream.mlog_metrics import ManifestLogCollector
-from quire.stream.mlog_recovery import local_facts, reconcile, recover, restore_chunk
+from quire.stream.mlog_recovery import local_facts, objects_apart, reconcile, recover, restore_chunk
+from quire.stream.mlog_verify import verify
 from quire.testing.clock import ManualClock
 from quire.testing.faults import PowerCut
 from tests.stream.logs import SMALL, all_chunks, files_at, opened, same_state
@@ -258,7 +259,7 @@ def test_a_store_that_fails_at_any_call_costs_nothing(world: World) -> None:
         assert live.rejected == 0
         assert live.own_deletes == {}
         assert len(world.objects.listing().snapshots) <= 2
-        assert reconcile(world.files, world.objects, live, deep=True).chunks_needing_repair == {}
+        assert objects_apart(world.files, world.objects) == {}
         if not failed:
             break
         fail_after += 1
@@ -301,7 +302,8 @@ def test_another_chunk_under_our_name_is_never_overwritten(world: World, tmp_pat
     world.chunks(1)
     with pytest.raises(AlreadyExists):
         world.log.tick()
-    found = reconcile(world.files, world.objects, world.log.index)
+    assert objects_apart(world.files, world.objects) == {0: "its object belongs to a different chunk"}
+    found = reconcile(world.files, world.objects, 0)
     assert found.chunks_needing_repair == {0: "its object belongs to a different chunk"}
 
 
@@ -344,28 +346,10 @@ def test_reconciliation_uploads_what_is_missing_and_names_what_is_lost(world: Wo
     gone = next(index for index in range(8) if index not in here)
     for index in (gone, here[-1]):
         world.store.delete(world.objects.chunk_key(index))
-    found = reconcile(world.files, world.objects, world.log.index, repair=False)
-    assert set(found.chunks_needing_repair) == {gone, here[-1]}
-    found = world.log.reconcile(deep=True)
-    assert found.rebuilt == [here[-1]]
-    assert found.chunks_needing_repair == {gone: "it is neither on disk nor in tier 2"}
-    assert here[-1] in reconcile(world.files, world.objects, world.log.index).present
-
-
-def test_reconciliation_of_segments(world: World) -> None:
-    for segment in (1, 2, 3):
-        world.log.append_all(
-            [
-                (opened(0), segment),
-                (r.SealSegment(1, 1), segment),
-                (r.UploadStarted(f"k/{segment}"), segment),
-                (r.UploadDone(f"k/{segment}", "e"), segment),
-            ]
-        )
-    world.log.append_all([(r.LocalEvicted(1), 2), (r.LocalEvicted(1), 3)])
-    found = reconcile(world.files, world.objects, world.log.index, object_exists=lambda key: key == "k/3")
-    assert found.segments_to_upload == [1]
-    assert found.segments_needing_repair == [2]
+    assert set(objects_apart(world.files, world.objects)) == {gone, here[-1]}
+    assert reconcile(world.files, world.objects, 0).rebuilt == [here[-1]]
+    assert objects_apart(world.files, world.objects) == {gone: "it is neither on disk nor in tier 2"}
+    assert here[-1] in reconcile(world.files, world.objects, 0).present
 
 
 def test_a_damaged_object_is_found(world: World) -> None:
@@ -375,9 +359,8 @@ def test_a_damaged_object_is_found(world: World) -> None:
     data = bytearray(world.store.get(key))
     data[70] ^= 1
     world.store.put(key, bytes(data))
-    assert reconcile(world.files, world.objects, world.log.index).chunks_needing_repair == {}
-    found = reconcile(world.files, world.objects, world.log.index, deep=True)
-    assert "damaged" in found.chunks_needing_repair[0]
+    assert objects_apart(world.files, world.objects) == {}, "its commit copy is sound"
+    assert [(problem.rule, problem.where["chunk"]) for problem in verify(world.files, world.objects)] == [("L5", 0)]
 
 
 @pytest.mark.parametrize("what", ["damaged", "missing"])
@@ -413,7 +396,7 @@ def test_figures_have_the_seeds_names(world: World) -> None:
         "manifest_upload_retries",
         "manifest_shadow_divergence",
     }
-    collected = {metric.name for metric in ManifestLogCollector(lambda: [world.log.figures()]).collect()}
+    collected = {metric.name for metric in StreamCollector(tuple, lambda: [world.log.figures()]).collect()}
     assert {"quire_manifest_chunks_active", "aof2_manifest_log_manifest_chunks_active"} <= collected
 
 

@@ -183,7 +183,7 @@ def test_no_flipped_bit_of_the_state_changes_what_may_go(world: StreamWorld) -> 
     world.stream.retain(Retention(seconds=86_400.0, bytes=1 << 30, consumed=True))
     world.stream.close()
     path = Path(world.files.state)
-    body, meant = path.read_bytes(), StreamState(world.files, world.clock)
+    body, meant = path.read_bytes(), StreamState(world.files, world.clock).stored
     for offset in range(len(body)):
         for bit in range(8):
             wrong = bytearray(body)
@@ -193,11 +193,11 @@ def test_no_flipped_bit_of_the_state_changes_what_may_go(world: StreamWorld) -> 
                 found = StreamState(world.files, world.clock)
             except Corruption:
                 continue
-            assert (found.retention, found.consumers) == (meant.retention, meant.consumers), (offset, bit)
+            assert (found.stored.retention, found.stored.consumers) == (meant.retention, meant.consumers), (offset, bit)
     old = msgspec.json.decode(body)
     del old["crc64"]
     path.write_bytes(msgspec.json.encode(old))
-    assert StreamState(world.files, world.clock).retention == meant.retention
+    assert StreamState(world.files, world.clock).stored.retention == meant.retention
     path.write_bytes(body)
     world.stream = world.open()
 

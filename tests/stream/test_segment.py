@@ -18,14 +18,15 @@ from quire.core.errors import Corruption, FormatTooNew, InvalidInput
 from quire.durable.checksums import crc64
 from quire.stream import segment as fmt
 from quire.stream.segment import (
-    BlockPlace,
+    NextBlock,
     StreamSegmentHeader,
     body_of,
     body_of_arrow,
     parts,
     records_of,
+    scan,
+    sealed_blocks,
 )
-from quire.stream.segment_scan import scan, sealed_blocks
 from tests.stream.blocks import encode_block, new_header, segment_of
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/stream-segment.md").read_text("utf-8")
@@ -179,7 +180,7 @@ def test_what_the_caller_knows_counts() -> None:
 def test_what_cannot_be_written_is_refused() -> None:
     header = new_header()
     with pytest.raises(InvalidInput, match="vouch"):
-        encode_block(header.crc64, BlockPlace(64, 1000, 0, 1001), body_of([b"x"]), is_commit=True)
+        encode_block(header.crc64, NextBlock(64, 1000, 0, 1001), body_of([b"x"]), is_commit=True)
 
 
 def test_headers_that_are_none() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption
 from quire.stream import spans as spans_module
 from quire.stream.arrow_batches import SCHEMA, Batches
-from quire.stream.segment import ALIGN, HEADER_BYTES, BlockPlace, StreamSegmentHeader, body_of
+from quire.stream.segment import ALIGN, HEADER_BYTES, NextBlock, StreamSegmentHeader, body_of
 from quire.stream.sources import HotSource, Lost
 from quire.stream.spans import Plain, RecordSpan, spans_of
 from tests.stream.blocks import encode_block
@@ -25,7 +25,7 @@ def written(blocks: Sequence[tuple[int, list[bytes]]]) -> bytes:
     """A segment of these blocks: (timestamp, records)."""
     raw, record = HEADER.encode(), HEADER.base_record
     for stamp, payloads in blocks:
-        place = BlockPlace(len(raw), record, stamp, record)
+        place = NextBlock(len(raw), record, stamp, record)
         raw += encode_block(HEADER.crc64, place, body_of(payloads), is_commit=True)
         record += len(payloads)
     return raw
@@ -155,7 +155,7 @@ def test_a_segment_that_ends_within_a_block_is_damaged() -> None:
 def test_blocks_that_do_not_follow_each_other_are_damage() -> None:
     raw, record = HEADER.encode(), 100
     for skip in (0, 1):
-        place = BlockPlace(len(raw), record + skip, 5, 100)
+        place = NextBlock(len(raw), record + skip, 5, 100)
         raw += encode_block(HEADER.crc64, place, body_of([b"x"]), is_commit=True)
         record += 1
     for size in (0, 1 << 30):

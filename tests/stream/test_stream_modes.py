@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from quire.core.errors import DiskFull, ManifestIntegrityError, ObjectNotFound, ObjectStoreUnavailable, StoreUnusable
 from quire.durable.failpoints import armed
@@ -62,16 +64,16 @@ def test_a_stream_is_the_same_whatever_mode_it_is_opened_in(
 
 @pytest.mark.parametrize("path", [["off", "on"], ["shadow", "on"], ["off", "shadow", "on"], ["shadow", "off", "on"]])
 def test_switching_while_the_stream_is_open(world: StreamWorld, path: list[str]) -> None:
-    heard: list[str] = []
-    world.stream.ledger.gated.listen(lambda mode: heard.append(mode.value))
     work(world)
     for mode in path:
-        world.stream.switch(mode)
+        with capture_logs() as events:
+            world.stream.switch(mode)
+        assert [event["mode"] for event in events if event["event"] == "stream.mlog.mode"] == [mode]
+        structlog.reset_defaults()
         work(world)
         world.stream.retain(Retention(bytes=2_000))
         world.stream.retire()
         expected = world.payloads()
-    assert heard == path
     log = world.stream.ledger.log
     assert same_state(recover(log.files, world.clock, None).index, log.index)
     world.crash()

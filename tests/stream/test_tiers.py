@@ -18,7 +18,7 @@ from quire.stream import tiers
 from quire.stream.mlog_reader import ManifestLogReader
 from quire.stream.mlog_states import Hydration, Remote, Warm
 from quire.stream.mlog_verify import inspect
-from quire.stream.segment_scan import sealed_blocks
+from quire.stream.segment import sealed_blocks
 from quire.stream.warm import FOOTER_BYTES, compress
 from tests.stream.streams import SMALL, StreamWorld
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from quire.core.errors import Corruption, FormatTooNew
 from quire.durable.checksums import crc64
 from quire.stream import warm
-from quire.stream.segment import records_of
-from quire.stream.segment_scan import scan
+from quire.stream.segment import records_of, scan
 from quire.stream.warm import Dictionary, WarmReader, compress
 from tests.stream.blocks import segment_of
 from tests.stream.test_segment import agree, appends
@@ -41,7 +40,7 @@ def test_the_pages_tables_are_the_structs() -> None:
     agree(PAGE, "row field", warm.ROW, "raw_offset offset bytes raw_bytes first_record timestamp_ms crc64")
     footer = "magic table_offset dictionary_offset dictionary_bytes frames end_record table_crc64 raw_crc64 crc64"
     agree(PAGE, "footer field", warm.FOOTER, footer)
-    assert warm.row_fields().itemsize == warm.ROW_BYTES
+    assert warm.row_dtype().itemsize == warm.ROW_BYTES
 
 
 @given(appends)
@@ -66,10 +65,8 @@ def test_a_record_costs_the_tail_and_one_or_two_frames() -> None:
     opened = WarmReader(read, len(body))
     assert opened.frames > 8
     number = opened.frame_with(1000 + 1777)
-    part, blocks = opened.blocks(number)
-    (block,) = [each for each in blocks if each.first_record <= 2777 < each.end_record]
-    start = block.offset + 64
-    record = records_of(block, part[start : start + block.body_bytes])[2777 - block.first_record].as_py()
+    records = [record for span in opened.spans(number) for record in span.records()]
+    (record,) = [record.payload for record in records if record.id == 2777]
     assert record == records_in(raw)[1777]
     assert len(fetched) == 3, "tail, first frame (the header), the frame"
     assert sum(fetched) < len(body) / 2
@@ -88,11 +85,11 @@ def test_every_frame_says_which_records_and_when() -> None:
     opened = reader(compressed(raw))
     following = 1000
     for number in range(opened.frames):
-        _, blocks = opened.blocks(number)
+        records = [record for span in opened.spans(number) for record in span.records()]
         row = opened.frame(number)
-        assert (row.first_record, row.timestamp_ms) == (blocks[0].first_record, blocks[0].timestamp_ms)
+        assert (row.first_record, row.timestamp_ms) == (records[0].id, records[0].timestamp_ms)
         assert row.first_record == following
-        following = blocks[-1].end_record
+        following = records[-1].id + 1
         for record in (row.first_record, following - 1):
             assert opened.frame_with(record) == number
         assert opened.frame_at(row.timestamp_ms + 1) == number

@@ -18,8 +18,7 @@ from quire.durable.checksums import crc64, crc64_joined
 from quire.durable.files import OsDisk, OsFile, preallocate, write_synced
 from quire.durable.names import Tier
 from quire.stream import hot, segment
-from quire.stream.segment import BlockPlace, body_of, body_of_arrow, encode_into
-from quire.stream.segment_scan import scan
+from quire.stream.segment import NextBlock, body_of, body_of_arrow, encode_into, scan
 from quire.testing.crashdisk import CrashDisk, drop_all
 from tests.stream.blocks import encode_block
 from tests.stream.streams import StreamWorld
@@ -185,7 +184,7 @@ def test_the_checksum_of_the_segment_goes_on_over_a_block(
         monkeypatch.setattr(segment, "crc64_joined", lambda *_: None)
     column = pa.array([b"skipped", b"a", b"bc" * 99, b"d" * 5000])[1:]
     for body in (body_of([b"one", b"", b"three"]), body_of([b"long" * 2000]), body_of_arrow(column)):
-        place = BlockPlace(128, 7, 1_700_000_000_000, 7)
+        place = NextBlock(128, 7, 1_700_000_000_000, 7)
         out = memoryview(bytearray(b"\xff" * (body.block_bytes + 64)))
         found = encode_into(out, 99, place, body, is_commit=True, running=crc64(b"before"))
         block = encode_block(99, place, body, is_commit=True)

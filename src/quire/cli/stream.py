@@ -40,8 +40,8 @@ from quire.stream.verify import problems
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
     from quire.store.store import Store
-    from quire.stream.reader import StreamRecord
     from quire.stream.segments import StreamSegment
+    from quire.stream.spans import StreamRecord
     from quire.stream.stream import Stream
 
 LINES_PER_APPEND = 10_000

@@ -43,8 +43,7 @@ from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
 from quire.service.values import DatabaseInfo, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
-from quire.stream.remote_layout import share
-from quire.stream.remote_read import SharedStream
+from quire.stream.remote_read import SharedStream, share
 
 WAIT_PIECE_SECONDS = 0.25
 """A long poll looks this often whether the server stops or its client has left; a commit wakes it at once."""

@@ -1,11 +1,8 @@
-"""Records that were appended to a stream and are not written yet: their ids, the blocks they become, and what `append` returns.
+"""Records that were appended to a stream and are not written yet: their ids, the blocks they become, and what `append`
+returns.
 
-Terms
-  run   records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own
-
-Threads: any; one lock, around ids and what is pending. Raises `InvalidInput` for what is not records, `OutOfRange`.
-Arrow and numpy are loaded when a column comes; who gives bytes does without.
-"""
+A run is records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own.
+Threads: any; one lock, around ids and what is pending. Raises `InvalidInput` for what is not records, `OutOfRange`."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 
 from quire.core.errors import DiskFull, InvalidInput, OutOfRange, QuireError
 from quire.core.ids import U64_MAX
@@ -59,7 +57,8 @@ class Appended(msgspec.Struct, gc=False, eq=False):
     @property
     def done(self) -> bool:
         """Whether the records are durable."""
-        end = self.record + self.count  # the mark first: see rule 6 of `group_commit.py`
+        end = self.record + self.count
+        # The mark first, then the round: ids that were refused are given out again, so the mark alone proves nothing.
         return self._log.durable >= end and self._turn.refused_from >= end
 
     def result(self) -> int:
@@ -321,8 +320,6 @@ def _column(column: Column) -> Many:
 
 
 def _sizes(column: Column) -> Any:
-    import numpy as np
-
     return np.diff(np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, column.offset * 4))
 
 

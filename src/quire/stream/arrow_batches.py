@@ -1,11 +1,7 @@
 """Records as Arrow record batches: the schema, and how spans become batches.
 
-Rules
-  1. Small spans are put together, which copies them; large ones are batches as they are: nothing is copied.
-  2. Ids and timestamps of many batches are made at once: a batch has slices of them.
-
-Threads: `Batches` belongs to one. Importing this loads Arrow and numpy: the reader does so with the first batch that is wanted.
-"""
+Small spans are put together, which copies them; large ones become batches over the same bytes. Threads: `Batches` belongs to
+one. Importing this loads Arrow: readers do so with the first batch that is wanted."""
 
 from __future__ import annotations
 
@@ -37,21 +33,22 @@ BATCH_ROWS = 65_536
 class Batches:
     """Makes record batches of consecutive spans."""
 
-    __slots__ = ("_first", "_ids", "_stamp", "_stamps")
+    __slots__ = ("_batch_bytes", "_first", "_ids", "_stamp", "_stamps")
 
-    def __init__(self) -> None:
+    def __init__(self, batch_bytes: int = BATCH_BYTES) -> None:
+        self._batch_bytes = batch_bytes
         self._first, self._ids = 0, _over(_ID, 0, [None, pa.py_buffer(b"")])
         self._stamp, self._stamps = -1, _over(_TIMESTAMP, 0, [None, pa.py_buffer(b"")])
 
     def of(self, spans: Iterable[RecordSpan]) -> Iterator[Any]:
-        """Batches of all of them (rule 1)."""
+        """Batches of all of them."""
         kept: list[RecordSpan] = []
         rows = size = 0
         for span in spans:
             kept.append(span)
             rows += len(span.column)
             size += span.size_bytes
-            if rows >= BATCH_ROWS or size >= BATCH_BYTES:
+            if rows >= BATCH_ROWS or size >= self._batch_bytes:
                 yield self.make(kept)
                 kept, rows, size = [], 0, 0
         if kept:

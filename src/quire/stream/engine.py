@@ -1,19 +1,11 @@
-"""The streams of a store: opens them, keeps them in the background, and lets go of what was dropped.
+"""The streams of a store: opens them, moves their segments in the background, and lets go of what was dropped.
 
-Terms
-  registered   the store's manifest has a row of kind `stream` for it; its own manifest log is the truth about its segments (S1)
-  mover        the engine's thread: a round of upkeep for every open stream, again and again
+The store's manifest has a row of kind `stream` for each; a stream's own manifest log is the truth about its segments (S1).
+Each is opened once per process; one that has become unusable (M12) is recovered by the next `open`. The mover, a thread,
+gives every open stream a round of upkeep, again and again. Dropping a stream takes its row; its files and the objects of its
+log go with the next sweep, its segments' objects with the database's delete job.
 
-Rules
-  1. A stream is opened once per process; one that has become unusable (M12) is recovered and opened anew by the next `open`.
-  2. A stream that fails does not keep the mover from the others.
-  3. Dropping a stream takes its row; its files and the objects of its log go with the next sweep, its segments' objects with
-     the database's delete job. A directory whose id the manifest has never handed out is spared.
-  4. A snapshot of a stream is of sealed segments: the open one is sealed first. It pins them: retention passes them by.
-  5. After fork() the child's streams are closed (M12).
-
-Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `ReadOnly`, `StoreClosed`, `StoreLocked`.
-"""
+Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `ReadOnly`, `StoreClosed`, `StoreLocked`."""
 
 from __future__ import annotations
 
@@ -53,7 +45,7 @@ from quire.manifest.writability import Writability
 from quire.objects.api import list_objects
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.maintenance import Moved
-from quire.stream.mlog_metrics import LogFigures
+from quire.stream.metrics import LogFigures
 from quire.stream.mlog_modes import Mode
 from quire.stream.projection import StreamProjection
 from quire.stream.repair import Repair
@@ -214,7 +206,7 @@ class StreamEngine:
             return list(self._open.values())
 
     def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
-        """Keep a stream as it is now (rule 4)."""
+        """Keep a stream as it is now."""
         with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
             stream.sync()
             stream.seal()
@@ -275,7 +267,7 @@ class StreamEngine:
             self.tick()
 
     def tick(self) -> dict[int, Moved]:
-        """A round of upkeep for every open stream (rule 2); what was done."""
+        """A round of upkeep for every open stream; what was done."""
         done = {}
         for stream in self.streams():
             if stream.failure is not None:
@@ -292,7 +284,7 @@ class StreamEngine:
 
     # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> int:
-        """Remove the directories and log objects of streams that have no row any more (rule 3); how many streams."""
+        """Remove the directories and log objects of streams that have no row any more; how many streams."""
         removed = 0
         with self._lock:
             try:
@@ -366,7 +358,7 @@ class StreamEngine:
             raise StoreClosed("the store is closed", hint="open it again")
 
     def _forked(self) -> None:
-        """Close the streams in a forked child (rule 5)."""
+        """Close the streams in a forked child."""
         self._closed = True
         self._lock = threading.RLock()
         self._mover = None

@@ -1,20 +1,11 @@
 """A stream, followed from its files by a process that does not own the store, whoever owns it, and whether anybody does.
 
-Terms
-  listed    sealed segments that LMDB has rows of; they are read wherever a copy is (`remote_read.py`)
-  unlisted  hot files behind those: the segment that is being written, and what was sealed a moment ago
-  place     how far an unlisted file was read: behind its last commit
+Listed segments are sealed ones that LMDB has rows of; they are read wherever a copy is (`remote_read.py`). Unlisted ones are
+hot files behind those: the segment that is being written, and what was sealed a moment ago. Records come in order, each once,
+and what is given is durable. Nothing is changed: the writer does not notice.
 
-Rules
-  1. Records come in order, each once. What is given is durable: the file is synced between reading and giving, because its
-     writer may have written a block and not synced it yet.
-  2. The directory is listed before LMDB is read: a segment whose file has gone by then has a row.
-  3. Never a silent gap: what retention has taken before it was given is `CursorLost`. A gap is believed after `GAP_SECONDS`:
-     a segment may be between two places.
-  4. Nothing is changed, and nobody is asked: the writer does not notice.
-
-Threads: one. Raises `CursorLost`, `Corruption`, `UnknownDatabase`, `WrongKind`, and what disk, object store and manifest raise.
-"""
+Threads: one. Raises `CursorLost`, `Corruption`, `UnknownDatabase`, `WrongKind`, and what disk, object store and manifest
+raise."""
 
 from __future__ import annotations
 
@@ -31,7 +22,6 @@ from quire.manifest import tables as t
 from quire.manifest.records import DbKind, Residency, WalState
 from quire.manifest.store import ManifestStore
 from quire.stream.files import StreamFiles
-from quire.stream.reader import StreamRecord
 from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 from quire.stream.segment import (
     BLOCK_HEAD_BYTES,
@@ -41,14 +31,17 @@ from quire.stream.segment import (
     decode_head,
     is_body_good,
 )
-from quire.stream.sources import WINDOW_BYTES, Piece
-from quire.stream.spans import Plain
+from quire.stream.sources import WINDOW_BYTES
+from quire.stream.spans import Plain, RecordSpan, StreamRecord
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
 
+Piece = tuple[RecordBlock, Bytes]
+"""A block and its body, checked."""
+
 GAP_SECONDS = 5.0
-"""How long a record may be nowhere before it is gone (rule 3)."""
+"""How long a record may be nowhere before it is gone: a segment may be between two places."""
 
 
 @dataclass(slots=True)
@@ -98,7 +91,7 @@ class Beside:
 
     def new(self) -> Iterator[StreamRecord]:
         """Every record from `position` on that is there by now."""
-        hot = self._files.segments(Tier.HOT)  # rule 2
+        hot = self._files.segments(Tier.HOT)  # before LMDB is read: a segment whose file has gone by then has a row
         rows = self._listed(self._passed)
         if rows and rows[0].base_record <= self.position < rows[-1].end_record:
             yield from self._of_rows(rows)
@@ -143,8 +136,8 @@ class Beside:
         return listed
 
     def _of_rows(self, rows: list[SharedSegment]) -> Iterator[StreamRecord]:
-        for block, body in self._reader.pieces(tuple(rows), self.position, rows[-1].end_record):
-            yield from self._of_block(block, body)
+        for span in self._reader.spans(tuple(rows), self.position, rows[-1].end_record):
+            yield from self._of_span(span)
 
     def _locate(self, start: int, stop: int, upload: bool) -> SharedStream:  # noqa: ARG002
         """What LMDB says by now: how the reader looks again when a copy has moved."""
@@ -161,19 +154,17 @@ class Beside:
                 return True
             for block, body in pieces:
                 if block.end_record > self.position:
-                    yield from self._of_block(block, body)
+                    yield from self._of_span(_span(block, body))
             self._places[segment_id] = place
         return False
 
-    def _of_block(self, block: RecordBlock, body: Bytes) -> Iterator[StreamRecord]:
-        skipped = max(self.position - block.first_record, 0)
-        payloads = Plain(block, body).slice(skipped, block.records - skipped).to_pylist()
-        for number, payload in enumerate(payloads, block.first_record + skipped):
-            yield StreamRecord(number, block.timestamp_ms, payload)
-            self.position = number + 1
+    def _of_span(self, span: RecordSpan) -> Iterator[StreamRecord]:
+        for record in span.within(self.position, span.end_record).records():
+            yield record
+            self.position = record.id + 1
 
     def _committed(self, segment_id: int, known: _Place | None) -> Iterator[tuple[_Place, list[Piece]]]:
-        """The commits of a file behind a place, synced (rule 1): some at a time, each with the place behind them."""
+        """The commits of a file behind a place, synced: some at a time, each with the place behind them."""
         try:
             file = self._files.disk.open(self._files.segment(Tier.HOT, segment_id), write=False)
         except FileNotFoundError:
@@ -184,7 +175,7 @@ class Beside:
                 pieces, following = _commits(file, place)
                 if following.offset == place.offset:
                     return
-                file.sync()
+                file.sync()  # its writer may have written a block and not synced it yet: only durable records are given
                 yield following, pieces
                 place = following
         finally:
@@ -198,6 +189,10 @@ class Beside:
         if (header.stream_id, header.segment_id) != (self._stream_id, segment_id):
             return None
         return _Place(header, HEADER_BYTES, header.base_record)
+
+
+def _span(block: RecordBlock, body: Bytes) -> RecordSpan:
+    return RecordSpan(block.first_record, block.timestamp_ms, Plain(block, body), block.body_bytes)
 
 
 def _commits(file: File, place: _Place) -> tuple[list[Piece], _Place]:

@@ -1,29 +1,18 @@
 """Group commit: one thread writes and syncs what many threads have appended, and wakes them.
 
-Terms
-  leader    the thread that writes and syncs, for itself and for everyone who had appended by then
-  sleeper   waits for the leader's sync, or for the next one; each has a ring of its own
-  baton     the duty to wake the next sleeper that has been served
-  round     what was appended between two refusals: a full disk ends a round, and what is pending then is refused
+The leader writes and syncs for itself and for everyone who had appended by then; a sleeper waits for that sync or for the
+next one, each with a ring of its own. With nobody else about, a sync is a call: no thread in between. The baton is the duty
+to wake the next sleeper that has been served. A round is what was appended between two refusals: a full disk ends a round,
+and what is pending then is refused.
 
-Rules
-  1. With nobody else about, a sync is a call: no thread in between, and nothing is made.
-  2. A leader stays for `MORE_GROUPS` further groups if there are any. The disk then goes on at once, while those that were
-     served wake up; a new leader would first have to get the interpreter, for which all of them wait too.
-  3. Sleepers are woken one by one: whoever wakes up wakes the next, before anything else. Woken at once, all but one of them
-     would find the interpreter taken and go to sleep again (measured: twice as many context switches).
-  4. No wake-up is lost. A sleeper registers before its last check, and a leader looks for sleepers after it has released its
-     lock: either it sees the sleeper, or the sleeper sees that nobody leads. A sleeper that leaves without having been woken
-     says so first and then checks its ring; whoever hands it the baton rings first and then checks: one of the two continues.
-  5. What fails is raised where it was waited for. A leader whose own records are durable leaves it to the others to find out.
-  6. Ids that were refused are reused, so a durable mark above an id proves nothing to a refused caller: the round does, and is
-     checked before the mark and after it.
+No wake-up is lost. A sleeper registers before its last check, and a leader looks for sleepers after it has released its lock:
+either it sees the sleeper, or the sleeper sees that nobody leads. A sleeper that leaves without having been woken says so
+first and then checks its ring; whoever hands it the baton rings first and then checks: one of the two continues.
 
 Why this is not `pages/sync_lanes.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
 for all of them, so that each needs the interpreter for a moment only, and waking them is the larger part of the work.
 
-Threads: any. Single steps of a deque are atomic; there is no lock but the leader's. Raises what the sync raises.
-"""
+Threads: any. Single steps of a deque are atomic; there is no lock but the leader's. Raises what the sync raises."""
 
 from __future__ import annotations
 
@@ -98,7 +87,11 @@ class GroupCommit:
         self._served: deque[_Sleeper] = deque()
 
     def until(self, upto: int, turn: AppendRound = _KEPT) -> None:
-        """Return when everything below an id is durable, or raise why it was refused (rule 6)."""
+        """Return when everything below an id is durable, or raise why it was refused.
+
+        Refused ids are reused, so a durable mark above an id proves nothing to a refused caller: the round does, and is checked
+        before the mark and after it.
+        """
         while turn.refused_from >= upto:
             if self._log.durable >= upto:
                 if turn.refused_from >= upto:
@@ -129,17 +122,18 @@ class GroupCommit:
         finally:
             self._leader.release()
             if self._waiting:
-                self._hand_over()  # rule 4: the first of them leads, if nobody else does by then
+                self._hand_over()  # the first of them leads, if nobody else does by then
 
     def _stay(self) -> None:
-        """Serve further groups after a sync (rule 2)."""
+        """Serve further groups after a sync. The disk then goes on at once, while those that were served wake up; a new leader
+        would first have to get the interpreter, for which all of them wait too."""
         for _ in range(MORE_GROUPS):
             self._look_after()
             if not self._waiting:
                 return
             try:
                 self._sync()
-            except Exception:  # rule 5
+            except Exception:  # our own records are durable: the others find out for themselves
                 return
         self._look_after()
 
@@ -164,7 +158,8 @@ class GroupCommit:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Wake the next sleeper only; it wakes the one behind it (rule 3)."""
+        """Wake the next sleeper only; it wakes the one behind it. Woken at once, all but one of them would find the interpreter
+        taken and go to sleep again (measured: twice as many context switches)."""
         try:
             while True:
                 sleeper = self._served.popleft()

@@ -1,31 +1,18 @@
 """Where a stream is written: appended records become blocks of the open segment, a group of them with one sync.
 
-Terms
-  pending    appended, with an id, and not written yet
-  run        pending records that become one block; a batch that needs more than one block is a run of its own
-  written    in the file, by a block
-  durable    synced: what a returned `result()` covers, and what readers see
-  spare      a file of zeros, or of a segment that is gone, made ahead to become the next segment
+Pending records have an id and are not written yet; written ones are in the file, in a block; durable ones are synced: what a
+returned `result()` covers, and what readers see. Ids are given in `append`, in order and without gaps. An append is durable
+whole or not at all: its records are in one block, or in blocks of one segment of which only the last is a commit. Nothing is
+appended after a cut (P4): a log begins with no open segment, and opens a new one with its first block.
 
-Rules
-  1. Ids are given in `append`, in order and without gaps. An append is durable whole or not at all: its records are in one
-     block, or in blocks of one segment of which only the last is a commit.
-  2. One sync serves everyone who had appended when it began: what was pending is written as few blocks, by whoever leads
-     (`group_commit.py`). A group that is one write, which is nearly every one, is written and synced by one call.
-  3. A segment's header and name are synced, and the log knows it, before its first block is written. The segment before it is
-     synced first, so that nothing survives whose past does not.
-  4. Never append after a cut (P4): a log begins with no open segment, and opens a new one with its first block.
-  5. After a failed write or sync nobody knows what is on disk: `StoreUnusable` until the stream is opened again (M12).
-  5a. `DiskFull` means "not done, and never will be". A segment that cannot be made breaks nothing, and what is pending stays so
-     until somebody is to be told: then all of it is refused, whoever appended it, and its ids are given out again
-     (`AppendRound`). Who does not ask for the result of an append is told by the next `sync`, `seal` or `close`. The background
-     tells nobody, so it refuses nothing.
-  6. `durable_upto` of a block is what was durable when it was written (S4).
+After a failed write or sync nobody knows what is on disk: `StoreUnusable` until the stream is opened again (M12). `DiskFull`
+means "not done, and never will be": a segment that cannot be made breaks nothing, and what is pending stays so until somebody
+is to be told; then all of it is refused, and its ids are given out again (`AppendRound`). Who does not ask for the result of
+an append is told by the next `sync`, `seal` or `close`. The background tells nobody, so it refuses nothing.
 
 Locks, in the order they are taken: `_writing` (file, segment, durable mark), that of `Pending` (ids and what is pending).
 Threads: any. Format page: `docs/formats/stream-segment.md`.
-Raises `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `InvalidInput`.
-"""
+Raises `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `InvalidInput`."""
 
 from __future__ import annotations
 
@@ -46,10 +33,9 @@ from quire.durable.failpoints import hit
 from quire.durable.files import File, write_synced
 from quire.durable.names import Tier
 from quire.stream.append_buffer import Pending, Run
-from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.files import Spares, StreamClock, StreamFiles, next_bytes, trim
 from quire.stream.group_commit import AppendRound, GroupCommit
-from quire.stream.preallocated import Spares, next_bytes, trim
-from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, BlockPlace, StreamSegmentHeader, aligned, encode_into
+from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, NextBlock, StreamSegmentHeader, aligned, encode_into
 
 
 class SegmentEnd(NamedTuple):
@@ -208,7 +194,7 @@ class HotLog:
         self._synced(segment)
 
     def _refuse(self, turn: AppendRound, upto: int, full: DiskFull) -> None:
-        """Give up everything that is pending, if something below `upto` of this turn is (rule 5a)."""
+        """Give up everything that is pending, if something below `upto` of this turn is."""
         with self._writing:  # nobody is writing what is refused
             count = self._pending.refuse(turn, upto, full)
         if count:
@@ -239,7 +225,7 @@ class HotLog:
         out, seed, last, crc = self._buffer(need), segment.header.crc64, len(bodies), segment.crc
         marks = []
         for number, body in enumerate(bodies, 1):
-            place = BlockPlace(offset, first, stamp, durable)
+            place = NextBlock(offset, first, stamp, durable)
             here = out[offset - segment.offset :]
             crc = encode_into(here, seed, place, body, is_commit=number == last, running=crc)
             marks.append((first, offset))
@@ -295,11 +281,11 @@ class HotLog:
             )
 
     def sync_quietly(self) -> None:
-        """The same for the background: a full disk is raised, and refuses nothing (rule 5a)."""
+        """The same for the background: a full disk is raised, and refuses nothing."""
         self._group.until(*self._pending.end())
 
     def _sync(self) -> None:
-        """Write and sync everything that is pending, for all who wait (rule 2). One at a time: `GroupCommit` calls it."""
+        """Write and sync everything that is pending, for all who wait. One at a time: `GroupCommit` calls it."""
         with self._writing:
             self._write_out(sync=True)
         if self.waiters:
@@ -346,6 +332,7 @@ class HotLog:
             hit("stream.hot.header")
             self._files.disk.rename(file.path, self._files.segment(Tier.HOT, segment_id))
             hit("stream.hot.renamed")
+            # Header and name are durable, and the log knows the segment (`_end`), before its first block is written.
             self._files.disk.sync_dir(self._files.folder(Tier.HOT))
         except BaseException as error:
             with suppress(StorageFault):
@@ -362,7 +349,7 @@ class HotLog:
         before = self.segment
         try:
             if before is not None and before.written > self.durable:
-                before.file.sync()  # rule 3
+                before.file.sync()  # before the next one gets a block: nothing survives whose past does not
                 self.durable = before.written
             sealed = None if before is None else before.sealed()
             self._roll(sealed, None if opened is None else SegmentStart(opened.segment_id, opened.header.base_record))

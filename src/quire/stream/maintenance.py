@@ -1,16 +1,11 @@
-"""One round of a stream's upkeep: what was begun is gone on with, what is due is moved, budgets are kept.
+"""One round of a stream's upkeep: unfinished moves go on, due ones begin, budgets are kept.
 
-Rules
-  1. Order: what tier 2 has lost, once after opening; what is going goes on, retention, compression, uploads, hydrations that
-     were begun, eviction, the log's own upkeep, the comparison of a shadow.
-  2. An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does.
-  3. A segment that is damaged is told once and left alone: trying again does not mend it.
-  4. Tier 2 is listed once after opening and compared with what the log says: chunks and segments that are missing there are
-     sent again from this disk; those that are in neither place need repair, which the log says (`NEEDS_REPAIR`) until they are
-     there again, or retired. Retention takes them as any other.
+An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does. A segment that
+is damaged is reported once and left alone. Tier 2 is listed once after opening and compared with the log: what is missing
+there is sent again from this disk; segments that are in neither place are marked `NEEDS_REPAIR` in the log until they are
+back or retired.
 
-Threads: one round at a time. Raises `StoreUnusable`, `StoreClosed`; other trouble is told, and tried again.
-"""
+Threads: one round at a time. Raises `StoreUnusable`, `StoreClosed`; other trouble is reported, and tried again."""
 
 from __future__ import annotations
 
@@ -26,7 +21,6 @@ from quire.core.settings import StreamSettings
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_records import CustomEvent, Schema
 from quire.stream.mlog_states import Hydration, Remote, Warm
-from quire.stream.reader import is_going
 from quire.stream.segment_events import Ledger
 from quire.stream.state import Retention, StreamState, due
 from quire.stream.tiers import Tiers
@@ -77,7 +71,7 @@ class StreamMaintenance:
     def retention(self) -> Retention:
         """What holds for the stream: its own, or the store's."""
         settings = self._settings
-        return self._state.retention or Retention(seconds=settings.retain_seconds, bytes=settings.retain_bytes)
+        return self._state.stored.retention or Retention(seconds=settings.retain_seconds, bytes=settings.retain_bytes)
 
     def stop(self) -> None:
         """Let the round that is under way end; no other one begins."""
@@ -119,7 +113,7 @@ class StreamMaintenance:
         def look(_: int) -> None:
             nonlocal there
             there = self._tiers.objects_there()
-            self._ledger.log.reconcile_recent()
+            self._ledger.log.reconcile()
 
         view = self._ledger.view
         remote = [segment for segment in view if segment.is_remote]
@@ -157,8 +151,8 @@ class StreamMaintenance:
 
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
-        consumers = list(self._state.consumers.values())
-        going = [segment for segment in view if is_going(segment)]
+        consumers = list(self._state.stored.consumers.values())
+        going = [segment for segment in view if segment.is_going]
         segments = going + [
             segment
             for segment in due(view.sealed, self.retention, consumers, now_ms=self._clock.now_ms())
@@ -213,7 +207,7 @@ class StreamMaintenance:
         return self._clock.monotonic() >= self._retry_at
 
     def _try(self, done: Moved, segment_id: int, move: Callable[[int], object], *, raising: bool = False) -> bool:
-        """Make a move; False if it could not be made now (rules 2 and 3)."""
+        """Make a move; False if it could not be made now."""
         if segment_id in self._damaged:
             return False
         try:

@@ -1,23 +1,15 @@
 """Old chunks of a manifest log become bundles: one object instead of thousands, nothing of the history lost.
 
-Terms
-  bundle   the records of the chunks `first` to `last`, as they were, in one object of the chunk format. It starts with a
-           `SnapshotMarker` that names its first chunk and the newest snapshot taken before it, 0 for none; the marker
-           has no ordinal, so `base_record` is that of the record behind it
-  period   a week (`bundle_seconds`) by the object store's clock
+A bundle has the records of the chunks `first` to `last`, as they were, in one object of the chunk format. It starts with a
+`SnapshotMarker` that names its first chunk and the newest snapshot taken before it, 0 for none; the marker has no ordinal. A
+period is a week (`bundle_seconds`) by the object store's clock.
 
-Rules
-  1. plan → run → publish (K1). `plan` looks at names and times only; `run` reads objects and writes one, needs neither disk
-     nor manifest, and may be killed or repeated; `publish` retires what the bundle supersedes, by records.
-  2. Only chunks of periods that are over, and before the newest snapshot in tier 2: nobody who starts now reads them.
-  3. The same chunks give the same bundle, byte for byte: a repeated run adopts what is there.
-  4. Chunks are queued for deletion only after the bundle has been read back whole.
-  5. A chunk is in one bundle: those that a bundle holds already, and that are still there because somebody was killed before
-     they were queued, are left over: `publish` alone is to be repeated for them.
+plan → run → publish (K1). `plan` looks at names and times only; `run` reads objects and writes one, needs neither disk nor
+manifest, and may be killed or repeated: the same chunks give the same bytes, and a repeated run adopts them. `publish` queues
+the chunks for deletion, after the bundle has been read back whole.
 
 Threads: functions without state; `run` is importable on executors.
-Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises.
-"""
+Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises."""
 
 from __future__ import annotations
 
@@ -66,7 +58,7 @@ class BundleResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min: int = 2) -> list[BundleTask]:
-    """The bundles that are due: runs of consecutive chunks of one period that is over (rule 2)."""
+    """The bundles that are due: runs of consecutive chunks of one period that is over."""
     listing = objects.own_listing()
     before = _needed_from(objects, listing)
     period_ms = max(int(period_seconds * 1000), 1)
@@ -89,7 +81,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
 
 
 def left_over(objects: LogObjects) -> list[BundleTask]:
-    """Bundles whose chunks are still there, some or all (rule 5)."""
+    """Bundles whose chunks are still there, some or all."""
     listing = objects.own_listing()
     return [
         BundleTask(stream_id=objects.stream_id, first=first, last=last, prefix=objects.prefixes[0])

@@ -1,21 +1,11 @@
 """A follower: the state of a stream from its objects in tier 2 alone, kept up with by polling.
 
-Terms
-  mirror      chunks and snapshots as files of the follower's own, so that a restart need not begin again
-  hydration   a segment whose object is in tier 2 and that the follower should fetch; each is scheduled once
-  gap         a chunk that is not there although later ones are
+A poll folds what has come, in order: chunks, or bundles that hold them. A gap, a chunk that is missing although later ones
+are there, is crossed by the newest snapshot behind it; without one the follower waits there and says so. The state equals the
+owner's as of the last record seen. The mirror has one snapshot and the chunks since, as files of the follower's own, so that
+a restart need not begin again. A segment is scheduled for hydration once, when its upload is seen.
 
-Rules
-  1. A poll folds what has come, in order: chunks, or bundles that hold them. A gap is crossed by the newest snapshot
-     behind it, if there is one; else the follower waits there and says so. A new follower begins with a snapshot.
-  2. The state equals the owner's as of the last record seen: both are folds of the same records.
-  3. A segment is scheduled once, when its upload is seen; one whose deletion is seen too is not scheduled any more. What a
-     follower has fetched already, in an earlier life, it finds among its files.
-  4. The mirror has one snapshot, numbered by itself, and the chunks since: its size does not depend on the history's.
-  5. An object that is damaged is `ManifestIntegrityError`; the state stays where it was.
-
-Threads: one polls. Raises `ManifestIntegrityError`, and what disk and object store raise.
-"""
+Threads: one polls. Raises `ManifestIntegrityError` (the state stays where it was), and what disk and object store raise."""
 
 from __future__ import annotations
 
@@ -71,7 +61,7 @@ class LogFollower:
         self._objects = objects
         self._mirror = mirror
         self.segments = StreamFiles(mirror.disk, mirror.root, mirror.stream_id)
-        """Where hydrated segments are; those of an earlier life are not fetched again (rule 3)."""
+        """Where hydrated segments are; those of an earlier life are not fetched again."""
         self.segments.make()
         self.segments.sweep()
         self._scheduled = {*scheduled, *self.segments.segments(Tier.WARM)}
@@ -130,7 +120,7 @@ class LogFollower:
         return gone
 
     def _next(self, listing: LogListing, polled: Polled) -> Chunk | None:
-        """The next chunk or bundle; crosses a gap if it can (rule 1)."""
+        """The next chunk or bundle; crosses a gap if it can."""
         while True:
             if self.next_chunk in listing.chunks:
                 return self._objects.get_chunk(self.next_chunk)
@@ -171,7 +161,7 @@ class LogFollower:
         return None
 
     def _condense(self, position: LogPosition) -> None:
-        """Keep the state as a snapshot, and nothing that was before it (rule 4)."""
+        """Keep the state as a snapshot, and nothing that was before it."""
         older = self._mirror.snapshots()
         write_snapshot(self._mirror, max(older, default=0) + 1, position, self.index)
         for path in [*map(self._mirror.snapshot, older), *map(self._mirror.chunk, self._mirror.chunks())]:
@@ -187,7 +177,7 @@ class LogFollower:
         self._condense(LogPosition(chunk.last_index + 1, CHUNK_BYTES))
 
     def _schedule(self) -> list[ToHydrate]:
-        """Segments that are in tier 2 and were not scheduled yet (rule 3)."""
+        """Segments that are in tier 2 and were not scheduled yet."""
         new = []
         for segment_id in sorted(self.index.entries.keys() - self._scheduled):
             if STATES[self.index.entries[segment_id][0]].remote is Remote.DONE:

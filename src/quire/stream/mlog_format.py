@@ -1,26 +1,15 @@
 """The bytes of a stream's manifest log: record header, chunk header, and the commit copy behind a chunk.
 
-Terms
-  record       a header of 40 bytes and a payload, whose length is a multiple of 8 and never 0
-  chunk        a header of 64 bytes and records, from `header_len` on without gaps
-  committed    the bytes [0, committed_len) of a chunk: what was synced when its header was last written
-  commit copy  the chunk's header once more, with a count of the records and a checksum of its own: the last 128 bytes
-               of a chunk's file or object. The chunk header itself has no checksum and is overwritten in place
-  identity     the store and the stream that a chunk is of, in its commit copy; zeros in chunks of older versions
+A record is a header of 40 bytes and a payload, whose length is a multiple of 8 and never 0. A chunk is a header of 64 bytes
+and records without gaps; the bytes [0, committed_len) were synced when its header was last written. `chunk_crc64` covers
+record headers too, which `payload_crc64` does not. The commit copy is the chunk's header once more, with a count of the
+records, the identity of store and stream, and a checksum of its own, in the last 128 bytes of a chunk's file or object: the
+chunk header has no checksum and is overwritten in place. The copy is synced with the payload before the header is
+overwritten, and the header is synced before the copy is overwritten, so at any moment one of the two is whole.
 
-Rules
-  1. Little-endian, natural alignment; every record starts at a multiple of 8. Reserved flags are 0.
-  2. `chunk_crc64` covers [header_len, committed_len): record headers too, which `payload_crc64` does not.
-  3. The copy is synced with the payload, before the header is overwritten, and the header is synced before the copy is
-     overwritten: at any moment one of the two is whole. So a torn header costs nothing that was committed.
-  4. Which of the two counts: the copy, if it is sound and the header is not, or if both speak of the same bytes (then
-     it is the one with a checksum); else the header. Sound: all fields make sense and `chunk_crc64` fits.
-  5. A commit copy of another store or stream is refused, whatever else it says: the chunk is somebody else's. Zeros fit all.
-  6. Sizes are literal and checked at import; the page and the code are compared by a test.
-
-Pure functions, any thread, no input or output; importable on executors. Format page: `docs/formats/manifest-log.md`.
-Raises `ManifestIntegrityError` with chunk, segment and offset; `FormatTooNew`.
-"""
+Little-endian, natural alignment. Pure functions, any thread; importable on executors. Format page:
+`docs/formats/manifest-log.md`.
+Raises `ManifestIntegrityError` with chunk, segment and offset; `FormatTooNew`."""
 
 from __future__ import annotations
 
@@ -107,7 +96,7 @@ class Identity(NamedTuple):
     stream_id: int
 
     def fits(self, other: Identity) -> bool:
-        """Whether both can be of one log (rule 5)."""
+        """Whether both can be of one log."""
         if NO_IDENTITY in (self, other):
             return True
         return self.stream_id == other.stream_id and (
@@ -163,7 +152,7 @@ def decode_copy(data: Bytes) -> ChunkFacts | None:
 def settle(
     data: Bytes, *, chunk_index: int, path: str, owner: Identity = NO_IDENTITY
 ) -> tuple[ChunkHeader, ChunkFacts | None]:
-    """The header that counts (rule 4), and the commit copy if it speaks of the same bytes; `owner` is whose it should be.
+    """The header that counts, and the commit copy if it speaks of the same bytes; `owner` is whose it should be.
 
     `data` is the whole file or object. The committed bytes have been compared with `chunk_crc64` when this returns.
     """
@@ -189,7 +178,7 @@ def settle(
 
 
 def check_owner(identity: Identity, owner: Identity, *, chunk: int, path: str) -> None:
-    """Refuse a chunk of another log (rule 5)."""
+    """Refuse a chunk of another log."""
     if not identity.fits(owner):
         whose = "stream" if identity.stream_id != owner.stream_id else "store"
         raise damaged(

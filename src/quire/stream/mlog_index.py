@@ -1,25 +1,16 @@
 """The state of every segment of a stream, as a fold of the records of its manifest log and of nothing else.
 
-Terms
-  entry            one segment: the code of its state, and the newest record of each type about it, as bytes
-  forward          a record about a segment that is not opened yet: kept, and folded when it is; until then it is
-                   reconciliation work
-  rejected         a record that the transition table does not allow, or whose key is not the one it must answer: it
-                   changes nothing and is counted
-  own deletes      objects of the log itself (old chunks, old snapshots) that are to be deleted
+An entry is one segment: the code of its state, and the newest record of each type about it, as bytes. A forward record is
+about a segment that is not opened yet: it is kept, and folded when it is. A rejected record is one that the transition table
+does not allow, or whose key is not the one it must answer: it changes nothing and is counted, as is one of an unknown type.
+Own deletes are objects of the log itself that are to be deleted.
 
-Rules
-  1. Equal records give equal indexes, byte for byte (`mlog_snapshot` encodes them), however they are cut into chunks,
-     and whether they were folded live or replayed.
-  2. Segments are opened in the order of their ids: an id at or below the highest one opened and without an entry was
-     retired, and nothing about it is allowed any more.
-  3. An upload that ends, and a deletion, name the key that was begun with.
-  4. Live writers ask `check` before they append, so that a log written by quire has no rejected records.
-  5. A record of an unknown type changes nothing and is counted.
+Equal records give equal indexes, byte for byte (`mlog_snapshot` encodes them), however they are cut into chunks, and whether
+they were folded live or replayed. Segments are opened in the order of their ids: an id at or below the highest one opened and
+without an entry was retired, and nothing about it is allowed any more.
 
 Threads: belongs to one, or to whoever holds the log's lock. Importable on executors.
-Raises `IllegalTransition` (from `check` only), `ManifestIntegrityError` for a payload that has not the form of its type.
-"""
+Raises `IllegalTransition` (from `check` only), `ManifestIntegrityError` for a payload that has not the form of its type."""
 
 from __future__ import annotations
 
@@ -61,7 +52,7 @@ _ANSWERS: dict[int, tuple[int, int]] = {
     Event.DELETE_QUEUED: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 2),
     Event.DELETED: (Event.DELETE_QUEUED + 1, RECORD_BYTES + 2),
 }
-"""Where an entry keeps the record whose key an event must name (rule 3), and where the event has its own."""
+"""Where an entry keeps the record whose key an event must name, and where the event has its own."""
 _KEYED = bytes(kind in _ANSWERS for kind in range(SLOTS))
 _SIZE_AT, _KEY_AT = RECORD_BYTES, RECORD_BYTES + 2
 """Where the records that are answered have the length of their key, and the key."""
@@ -191,7 +182,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
         self.last_ms = max(self.last_ms, timestamp_ms)
 
     def check(self, value: Payload, segment_id: int) -> None:
-        """Refuse a record that the fold would reject (rule 4). Forward references are fine."""
+        """Refuse a record that the fold would reject. Forward references are fine."""
         event = _event_of(value)
         if segment_id == NO_SEGMENT:
             self._check_own(value, event)
@@ -268,7 +259,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
                 entry[event + 1] = raw
 
     def _fold_waiting(self, segment: int) -> None:
-        """Fold what waited for a segment that was opened now, and what will wait in vain: ids before it (rule 2)."""
+        """Fold what waited for a segment that was opened now, and what will wait in vain: ids before it."""
         for each in [segment, *sorted(waiting_id for waiting_id in self.waiting if waiting_id < segment)]:
             for raw in self.waiting.pop(each, ()):
                 self._fold(RECORD.unpack_from(raw)[0], each, raw)
@@ -342,11 +333,11 @@ def replay(index: ManifestIndex, chunks: Iterable[Chunk]) -> ManifestIndex:
 
 def _columns(chunk: Chunk, skip: int) -> tuple[list[int], list[int]]:
     """Types and segments of the records behind the first `skip` ones."""
+    import numpy as np  # light commands load this module, and must not wait for numpy
+
     if chunk.places is None:
         heads = [RECORD.unpack_from(chunk.data, offset) for offset in chunk.offsets[skip:]]
         return [head[0] for head in heads], [head[3] for head in heads]
-    import numpy as np
-
     words = np.frombuffer(chunk.data, "<u8", count=len(chunk.data) // 8)
     at = chunk.places[skip:]
     return (words[at] & np.uint64(0xFFFF)).tolist(), words[at + 1].tolist()
@@ -359,7 +350,7 @@ def _event_of(value: Payload) -> Event | None:
 
 
 def _answers(entry: Entry, event: int, raw: bytes) -> bool:
-    """Whether a record names the key it must (rule 3)."""
+    """Whether a record names the key it must."""
     if event not in _ANSWERS:
         return True
     slot, at = _ANSWERS[event]

@@ -1,17 +1,9 @@
 """One stream's manifest log, put together: state and writer that move as one, snapshots, upload, local retention.
 
-Terms
-  tick   one round of upkeep: rotate what is due, upload what is sealed, take a snapshot, let old files go
-
-Rules
-  1. A record is checked against the transition table, appended and folded in one critical section: the live index is
-     always the fold of what the writer holds, and what `recover` finds is the fold of what was committed.
-  2. A snapshot is of committed records only, and is followed by its marker.
-  3. Chunks and snapshots are uploaded by `tick`, in order; while the object store fails, the next try waits longer and
-     longer, and nothing is forgotten: header bit 1 says what is done (S3). No record is written about it.
-  4. Local files that stay: the active chunk, the newest sealed ones (two), every chunk from the newest snapshot's position
-     on, every chunk that is not uploaded; and the two newest snapshots.
-  5. Objects of the log that are superseded are deleted in three steps: `Tier2DeleteQueued`, the deletion, `Tier2Deleted`.
+A record is checked against the transition table, appended and folded in one critical section: the live index is always the
+fold of what the writer holds, and what `recover` finds is the fold of what was committed. `tick` is one round of upkeep:
+rotate what is due, upload what is sealed, take a snapshot, let old files go. No record is written about the log's own
+uploads: header bit 1 says what is done (S3).
 
 Threads: any; one lock, for the writer too. `tick` talks to the object store without it, and only one thread ticks at a time.
 Raises `IllegalTransition`, `StoreUnusable`, `StoreClosed`, `DiskFull`; on opening `StoreLocked`, `ManifestIntegrityError`.
@@ -34,10 +26,10 @@ from quire.durable.failpoints import hit
 from quire.durable.files import read_all
 from quire.durable.locks import CoveredLock, FileLock
 from quire.stream.files import LogFiles
+from quire.stream.metrics import LogFigures, count_crc_error, crc_errors
 from quire.stream.mlog_format import NO_SEGMENT, log_fields
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_metrics import LogFigures, count_crc_error, crc_errors
-from quire.stream.mlog_reader import START, LogPosition, ManifestLogReader
+from quire.stream.mlog_reader import LogPosition, ManifestLogReader
 from quire.stream.mlog_records import Payload, SnapshotMarker, Tier2Deleted, Tier2DeleteQueued
 from quire.stream.mlog_recovery import (
     Reconciled,
@@ -45,7 +37,6 @@ from quire.stream.mlog_recovery import (
     local_facts,
     mark_uploaded,
     reconcile,
-    reconcile_recent,
     recover,
 )
 from quire.stream.mlog_snapshot import write_snapshot
@@ -181,7 +172,7 @@ class ManifestLog:
         return self._writer.committed
 
     def snapshot(self) -> int:
-        """Write a snapshot of the state and its marker; its id (rule 2)."""
+        """Write a snapshot of the state and its marker; its id."""
         with self._lock:
             position = self._writer.commit()
             snapshot_id = max([self.index.snapshot_id, *self.files.snapshots()]) + 1
@@ -218,22 +209,15 @@ class ManifestLog:
             self._upload_all(self.objects, done)
         return done.uploaded
 
-    def reconcile(self, *, object_exists: Callable[[str], bool] | None = None, deep: bool = False) -> Reconciled:
-        """Compare all of tier 2 with this disk, upload what is missing there, say what needs repair. With `object_exists` the
-        objects of its segments are looked for too."""
+    def reconcile(self) -> Reconciled:
+        """Compare what recovery would read, the chunks on disk from the newest snapshot on, with tier 2, and upload what is
+        missing there. A stream does it in its first round of upkeep."""
         assert self.objects is not None
         with self._ticking:
-            return reconcile(self.files, self.objects, self.index, object_exists=object_exists, deep=deep)
-
-    def reconcile_recent(self) -> Reconciled:
-        """The same for what recovery would read: the chunks on disk from the newest snapshot on. A stream does it in its first
-        round of upkeep."""
-        assert self.objects is not None
-        with self._ticking:
-            return reconcile_recent(self.files, self.objects, self._snapshot_position.chunk_index)
+            return reconcile(self.files, self.objects, self._snapshot_position.chunk_index)
 
     def queue_own_deletes(self, keys: Iterable[str]) -> None:
-        """Say that objects of the log are superseded; durable when this returns (rule 5)."""
+        """Say that objects of the log are superseded; durable when this returns."""
         with self._lock:
             for key in keys:
                 if key not in self.index.own_deletes:
@@ -356,7 +340,7 @@ class ManifestLog:
         return self._writer.position.chunk_index - self._snapshot_position.chunk_index
 
     def _retain(self) -> list[int]:
-        """Remove files that nobody needs (rule 4), oldest first: what stays has no gaps."""
+        """Remove files that nobody needs, oldest first: what stays has no gaps."""
         sealed = self._sealed()
         kept = max(self._settings.sealed_kept, 0)
         removed = []
@@ -391,7 +375,7 @@ class ManifestLog:
 class AbsentLog(ManifestLog):
     """Stands in for a log that is not open, because it is off or because a shadow's failed: nothing of it is read or written.
 
-    It holds the log's lock, so the stream still has one writer.
+    It holds the log's lock, so the stream still has one writer. `Ledger.guarded` calls nothing of it.
     """
 
     def __init__(
@@ -408,10 +392,6 @@ class AbsentLog(ManifestLog):
         self._file_lock.close()
         return self._reopen()
 
-    @property
-    def committed(self) -> LogPosition:
-        return START
-
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition:
         raise StoreClosed(
             "the manifest log is not open",
@@ -420,30 +400,6 @@ class AbsentLog(ManifestLog):
             segment=segment_id,
             offset=logical_offset,
         )
-
-    def commit(self) -> LogPosition:
-        return START
-
-    def reserve(self) -> None:
-        """Nothing is written."""
-
-    def snapshot(self) -> int:
-        return self.index.snapshot_id
-
-    def rotate(self) -> int | None:
-        return None
-
-    def rotate_when_due(self) -> float | None:
-        return None
-
-    def upload(self) -> list[int]:
-        return []
-
-    def tick(self) -> Ticked:
-        return Ticked()
-
-    def count_retry(self) -> None:
-        """Nobody is told of it."""
 
     def figures(self) -> LogFigures:
         return LogFigures(stream_id=self.files.stream_id, manifest_crc_error_count=crc_errors(self.files.stream_id))

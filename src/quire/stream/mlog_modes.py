@@ -1,42 +1,27 @@
-"""How much a stream's manifest log is believed: off, shadow or on, switched while the store runs.
-
-Terms
-  projection   what LMDB holds about a stream's segments, folded from the log by idempotent ops (S1)
-  facts        the comparable part of a segment's state: which facets, which key
-  divergence   segments of which log and projection say different things
+"""How much a stream's manifest log is believed, and comparing it with the projection, what LMDB has of the stream's segments
+(S1).
 
   mode     appends              believed at opening
   off      go nowhere           the projection; the log is not even opened
   shadow   go to the log        the projection; `compare` says where the two differ
   on       go to the log        the log
 
-Rules
-  1. A switch takes effect with the next append; nothing is lost by it: when the log is switched on again after it was off
-     it is first brought up to the projection, by records (`catch_up`), because it has missed what happened meanwhile.
-  2. Listeners hear of every switch, in order, after it has happened.
-  3. `manifest_shadow_divergence` is the number of segments that differ at the last comparison since the last switch; each is
-     told once, when it begins to.
+Facts are the comparable part of a segment's state. A log that has missed something is brought up to them by records
+(`catch_up`).
 
-Threads: any; one lock. Raises what the log raises.
-"""
+Pure functions and values, any thread."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 
 import msgspec
 
-from quire.core.events import emit
-from quire.stream.mlog_format import NO_SEGMENT
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo
-from quire.stream.mlog_log import ManifestLog
-from quire.stream.mlog_metrics import LogFigures
-from quire.stream.mlog_reader import LogPosition
 from quire.stream.mlog_records import (
     CompressionDone,
     CompressionFailed,
@@ -58,9 +43,6 @@ from quire.stream.mlog_records import (
     UploadStarted,
 )
 from quire.stream.mlog_states import NOTHING, Event, Hot, Life, Remote, State, Warm, after, is_valid
-
-TOLD_AT_ONCE = 16
-"""Segments that one comparison warns about; the figure counts all."""
 
 
 class Mode(StrEnum):
@@ -143,7 +125,7 @@ def _agree(log: SegmentFacts | None, projection: SegmentFacts | None) -> bool:
 
 
 def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[tuple[Payload, int]]:
-    """The records that bring a log up to a projection (rule 1).
+    """The records that bring a log up to a projection.
 
     They are the shortest way the transition table has to the projection's state, so they may tell a step that nobody took; an
     object's size, if it is known, is told by a compression on the way.
@@ -158,63 +140,6 @@ def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> li
         if info is None or wanted is None or not _agree(facts_of(info), wanted):
             told += [(value, segment_id) for value in _becoming(info, wanted)]
     return told
-
-
-class GatedLog:
-    """A manifest log behind its mode."""
-
-    def __init__(self, log: ManifestLog, mode: Mode = Mode.ON) -> None:
-        self.log = log
-        self._lock = threading.RLock()
-        self._mode = mode
-        self._listeners: list[Callable[[Mode], None]] = []
-        self._apart: frozenset[int] = frozenset()
-
-    @property
-    def mode(self) -> Mode:
-        return self._mode
-
-    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition | None:
-        """Append to the log, or nowhere if it is off."""
-        with self._lock:
-            if self._mode is Mode.OFF:
-                return None
-            return self.log.append(value, segment_id, logical_offset=logical_offset)
-
-    def commit(self) -> LogPosition | None:
-        """Make what was appended durable."""
-        return None if self._mode is Mode.OFF else self.log.commit()
-
-    def switch(self, mode: Mode, projection: Mapping[int, SegmentFacts] | None = None) -> None:
-        """Change the mode; from `off`, `projection` is what the log must be brought up to."""
-        with self._lock:
-            if mode is self._mode:
-                return
-            if self._mode is Mode.OFF and projection is not None:
-                self.log.append_all(catch_up(self.log.index, projection))
-            former, self._mode = self._mode, mode
-            self._apart = frozenset()
-            listeners = list(self._listeners)
-        emit("info", "stream.mlog.mode", stream=self.log.files.stream_id, former=former.value, mode=mode.value)
-        for listener in listeners:
-            listener(mode)
-
-    def listen(self, listener: Callable[[Mode], None]) -> None:
-        """Call `listener` after every switch."""
-        with self._lock:
-            self._listeners.append(listener)
-
-    def compare(self, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
-        """Compare the log with the projection, and count (rule 3)."""
-        divergences = compare(self.log.index, projection)
-        former, self._apart = self._apart, frozenset(divergence.segment_id for divergence in divergences)
-        for segment_id in sorted(self._apart - former)[:TOLD_AT_ONCE]:
-            emit("warning", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=segment_id)
-        return divergences
-
-    def figures(self) -> LogFigures:
-        """The log's figures with the divergence."""
-        return msgspec.structs.replace(self.log.figures(), manifest_shadow_divergence=len(self._apart))
 
 
 def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:

@@ -1,22 +1,12 @@
 """Reads a manifest log: chunks that are checked before a record of them is seen, and records without copies.
 
-Terms
-  position   (chunk_index, offset): where a record starts, or the next one will
-  view       a record in place: its header's fields, and its payload as a slice of the chunk's bytes
-  gap        a chunk that is neither here nor where `fetch` looks
-
-Rules
-  1. Before a chunk yields anything: its header is settled (see `mlog_format`), `chunk_crc64` fits, records follow each other
-     without gaps up to exactly `committed_len`, reserved flags are 0, every `payload_crc64` fits.
-  2. Between chunks: indexes are consecutive, `base_record` is what the chunk before ends with, and every chunk but the
-     last is sealed (S2).
-  3. What lies behind `committed_len` is a torn tail: not read, not an error. Anything else is `ManifestIntegrityError`,
-     and nothing behind it is read.
-  4. Memory is bounded: one chunk at a time, and a cursor gives at most as many records as it was asked for.
+Before a chunk yields anything its header is settled (see `mlog_format`), its checksums fit, and its records follow each other
+without gaps up to exactly `committed_len`. What lies behind that is a torn tail: not read, not an error. Between chunks,
+indexes are consecutive, `base_record` is what the chunk before ends with, and every chunk but the last is sealed (S2). One
+chunk is in memory at a time.
 
 Threads: chunks and views are immutable; a reader or cursor belongs to one thread. Importable on executors.
-Format page: `docs/formats/manifest-log.md`. Raises `ManifestIntegrityError`, `FormatTooNew`, and what the disk raises.
-"""
+Format page: `docs/formats/manifest-log.md`. Raises `ManifestIntegrityError`, `FormatTooNew`, and what the disk raises."""
 
 from __future__ import annotations
 
@@ -49,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TOGETHER_RECORDS = 512
-"""From so many records on a chunk is checked with numpy: below, loading it costs more than it saves."""
+"""From so many records on a chunk is checked with numpy."""
 TOGETHER_PAYLOAD_BYTES = 24
 """Payloads longer than this are checked one by one: beyond, numpy takes longer than a call for each."""
 _NOT_IN_A_HEAD = 0x7_FFFF_0000
@@ -159,7 +149,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 def load_chunk(
     data: bytes, *, chunk_index: int, last_index: int | None = None, path: str = "", owner: Identity = NO_IDENTITY
 ) -> Chunk:
-    """Check the bytes of a chunk's file or object (rule 1). `last_index` is for bundles, which begin with a marker.
+    """Check the bytes of a chunk's file or object. `last_index` is for bundles, which begin with a marker.
 
     `owner` is whose it should be; without it, whose it is is not looked at.
     """
@@ -236,7 +226,7 @@ class ManifestLogReader:
         return load_chunk(data, chunk_index=index, path=path, owner=self._files.identity)
 
     def chunks(self, start: int | None = None) -> Iterator[Chunk]:
-        """The chunks from index `start` on (or the first that is here), each checked against the one before (rule 2)."""
+        """The chunks from index `start` on (or the first that is here), each checked against the one before."""
         here = self._files.chunks()
         if not here:
             return
@@ -255,7 +245,7 @@ class ManifestLogReader:
 
 
 def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) -> None:
-    """Hold a chunk against its neighbours (rule 2)."""
+    """Hold a chunk against its neighbours."""
     if expected is not None and header.base_record != expected:
         raise damaged(
             "the chunk does not continue where the previous one ended",
@@ -311,10 +301,10 @@ def _fits(data: bytes, offset: int) -> bool:
 
 
 def _places(offsets: Sequence[int]) -> NDArray[np.int64] | None:
+    import numpy as np  # light commands load this module, and must not wait for numpy
+
     if len(offsets) < TOGETHER_RECORDS:
         return None
-    import numpy as np
-
     return np.array(offsets, np.int64) >> 3
 
 

@@ -1,13 +1,8 @@
 """The sixteen kinds of records of the manifest log, as values, and their payloads as bytes.
 
-Terms
-  payload   the value's struct in natural alignment, then its text or bytes, then zeros up to a multiple of 8
-  unknown   a record type that this version has no name for: it is carried along as bytes, never dropped
-
-Rules
-  1. `decode(type, value.encode()) == value`, and only canonical bytes decode: exact length, zeros as padding, UTF-8.
-  2. A payload is never empty, so no record is.
-  3. A `CustomEvent` of one of the schemas below 1024 is quire's own; above they are the users'.
+A payload is the value's struct in natural alignment, then its text or bytes, then zeros up to a multiple of 8; it is never
+empty. Only canonical bytes decode: exact length, zeros as padding, UTF-8. A record of an unknown type is carried along as
+bytes, never dropped.
 
 Pure functions and frozen values, any thread; importable on executors. Format page: `docs/formats/manifest-log.md`.
 Raises `OutOfRange` for a value that does not fit its field, `InvalidInput`; `ManifestIntegrityError` for bytes.
@@ -22,9 +17,10 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import msgspec
+from msgspec.structs import astuple
 
 from quire.core.errors import InvalidInput, OutOfRange
 from quire.core.ids import U16_MAX
@@ -79,74 +75,87 @@ _KEY_REASON = struct.Struct("<H2xI")
 _SCHEMA_BLOB = struct.Struct("<IH")
 
 
-class SegmentOpened(msgspec.Struct, frozen=True):
-    """Tier 0 starts a new segment."""
+class KnownPayload(msgspec.Struct, frozen=True):
+    """A record of a type that this version knows: its fields as `LAYOUT` packs them, unless it has text or bytes."""
 
-    TYPE: ClassVar[RecordType] = RecordType.SEGMENT_OPENED
-    base_offset: int
-    epoch: int
-
-    def encode(self) -> bytes:
-        return _U64_U32.pack(self.base_offset, self.epoch)
-
-
-class SealSegment(msgspec.Struct, frozen=True):
-    """The segment is sealed in tier 0."""
-
-    TYPE: ClassVar[RecordType] = RecordType.SEAL_SEGMENT
-    durable_bytes: int
-    segment_crc64: int
+    TYPE: ClassVar[RecordType]
+    LAYOUT: ClassVar[struct.Struct]
 
     def encode(self) -> bytes:
-        return _U64_U64.pack(self.durable_bytes, self.segment_crc64)
+        return self.LAYOUT.pack(*astuple(self))
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        return cls(*cls.LAYOUT.unpack(payload))
 
 
-class CompressionStarted(msgspec.Struct, frozen=True):
-    """Tier 1 compression admitted."""
-
-    TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_STARTED
-    job_id: int
-
-    def encode(self) -> bytes:
-        return _U32.pack(self.job_id)
-
-
-class CompressionDone(msgspec.Struct, frozen=True):
-    """Compression finished, the warm artifact is durable."""
-
-    TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_DONE
-    compressed_bytes: int
-    dictionary_id: int
-
-    def encode(self) -> bytes:
-        return _U64_U32.pack(self.compressed_bytes, self.dictionary_id)
-
-
-class CompressionFailed(msgspec.Struct, frozen=True):
-    """Background compression failed."""
-
-    TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_FAILED
-    reason_code: int
-
-    def encode(self) -> bytes:
-        return _U32.pack(self.reason_code)
-
-
-class UploadStarted(msgspec.Struct, frozen=True):
-    """The upload of the segment to tier 2 began."""
-
-    TYPE: ClassVar[RecordType] = RecordType.UPLOAD_STARTED
+class _Keyed(KnownPayload, frozen=True):
+    LAYOUT: ClassVar[struct.Struct] = _KEY
     key: str
 
     def encode(self) -> bytes:
         key = self.key.encode()
         return _padded(_KEY.pack(len(key)) + key)
 
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        return cls(_text(payload, 2, _KEY.unpack_from(payload)[0]))
 
-class UploadDone(msgspec.Struct, frozen=True):
+
+class SegmentOpened(KnownPayload, frozen=True):
+    """Tier 0 starts a new segment."""
+
+    TYPE: ClassVar[RecordType] = RecordType.SEGMENT_OPENED
+    LAYOUT: ClassVar[struct.Struct] = _U64_U32
+    base_offset: int
+    epoch: int
+
+
+class SealSegment(KnownPayload, frozen=True):
+    """The segment is sealed in tier 0."""
+
+    TYPE: ClassVar[RecordType] = RecordType.SEAL_SEGMENT
+    LAYOUT: ClassVar[struct.Struct] = _U64_U64
+    durable_bytes: int
+    segment_crc64: int
+
+
+class CompressionStarted(KnownPayload, frozen=True):
+    """Tier 1 compression admitted."""
+
+    TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_STARTED
+    LAYOUT: ClassVar[struct.Struct] = _U32
+    job_id: int
+
+
+class CompressionDone(KnownPayload, frozen=True):
+    """Compression finished, the warm artifact is durable."""
+
+    TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_DONE
+    LAYOUT: ClassVar[struct.Struct] = _U64_U32
+    compressed_bytes: int
+    dictionary_id: int
+
+
+class CompressionFailed(KnownPayload, frozen=True):
+    """Background compression failed."""
+
+    TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_FAILED
+    LAYOUT: ClassVar[struct.Struct] = _U32
+    reason_code: int
+
+
+class UploadStarted(_Keyed, frozen=True):
+    """The upload of the segment to tier 2 began."""
+
+    TYPE: ClassVar[RecordType] = RecordType.UPLOAD_STARTED
+
+
+class UploadDone(KnownPayload, frozen=True):
     """The upload ended: under which key, and with which etag."""
 
     TYPE: ClassVar[RecordType] = RecordType.UPLOAD_DONE
+    LAYOUT: ClassVar[struct.Struct] = _KEY_ETAG
     key: str
     etag: str
 
@@ -154,11 +163,17 @@ class UploadDone(msgspec.Struct, frozen=True):
         key, etag = self.key.encode(), self.etag.encode()
         return _padded(_KEY_ETAG.pack(len(key), len(etag)) + key + etag)
 
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        size, etag = _KEY_ETAG.unpack_from(payload)
+        return cls(_text(payload, 4, size), _text(payload, 4 + size, etag))
 
-class UploadFailed(msgspec.Struct, frozen=True):
-    """The upload failed; the key lets a retry be told from another upload."""
+
+class UploadFailed(KnownPayload, frozen=True):
+    """The upload failed; the key tells a retry from another upload."""
 
     TYPE: ClassVar[RecordType] = RecordType.UPLOAD_FAILED
+    LAYOUT: ClassVar[struct.Struct] = _KEY_REASON
     key: str
     reason_code: int
 
@@ -166,90 +181,83 @@ class UploadFailed(msgspec.Struct, frozen=True):
         key = self.key.encode()
         return _padded(_KEY_REASON.pack(len(key), self.reason_code) + key)
 
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        size, reason = _KEY_REASON.unpack_from(payload)
+        return cls(_text(payload, 8, size), reason)
 
-class Tier2DeleteQueued(msgspec.Struct, frozen=True):
+
+class Tier2DeleteQueued(_Keyed, frozen=True):
     """The object is to be deleted."""
 
     TYPE: ClassVar[RecordType] = RecordType.TIER2_DELETE_QUEUED
-    key: str
-
-    def encode(self) -> bytes:
-        key = self.key.encode()
-        return _padded(_KEY.pack(len(key)) + key)
 
 
-class Tier2Deleted(msgspec.Struct, frozen=True):
+class Tier2Deleted(_Keyed, frozen=True):
     """The object is deleted; caches may let it go."""
 
     TYPE: ClassVar[RecordType] = RecordType.TIER2_DELETED
-    key: str
-
-    def encode(self) -> bytes:
-        key = self.key.encode()
-        return _padded(_KEY.pack(len(key)) + key)
 
 
-class HydrationStarted(msgspec.Struct, frozen=True):
+class HydrationStarted(KnownPayload, frozen=True):
     """A copy in tier 0 was asked for, from tier 1 or 2."""
 
     TYPE: ClassVar[RecordType] = RecordType.HYDRATION_STARTED
+    LAYOUT: ClassVar[struct.Struct] = _U64
     source_tier: int
 
-    def encode(self) -> bytes:
-        return _U64.pack(self.source_tier)
 
-
-class HydrationDone(msgspec.Struct, frozen=True):
+class HydrationDone(KnownPayload, frozen=True):
     """The segment is in tier 0 again."""
 
     TYPE: ClassVar[RecordType] = RecordType.HYDRATION_DONE
+    LAYOUT: ClassVar[struct.Struct] = _U64
     resident_bytes: int
 
-    def encode(self) -> bytes:
-        return _U64.pack(self.resident_bytes)
 
-
-class HydrationFailed(msgspec.Struct, frozen=True):
+class HydrationFailed(KnownPayload, frozen=True):
     """Hydration failed; it is tried again later."""
 
     TYPE: ClassVar[RecordType] = RecordType.HYDRATION_FAILED
+    LAYOUT: ClassVar[struct.Struct] = _U32
     reason_code: int
 
-    def encode(self) -> bytes:
-        return _U32.pack(self.reason_code)
 
-
-class LocalEvicted(msgspec.Struct, frozen=True):
+class LocalEvicted(KnownPayload, frozen=True):
     """The tier 0 copy is gone."""
 
     TYPE: ClassVar[RecordType] = RecordType.LOCAL_EVICTED
+    LAYOUT: ClassVar[struct.Struct] = _U64
     reclaimed_bytes: int
 
-    def encode(self) -> bytes:
-        return _U64.pack(self.reclaimed_bytes)
 
-
-class SnapshotMarker(msgspec.Struct, frozen=True):
+class SnapshotMarker(KnownPayload, frozen=True):
     """Snapshot `snapshot_id` is durable and holds everything before (chunk_index, chunk_offset)."""
 
     TYPE: ClassVar[RecordType] = RecordType.SNAPSHOT_MARKER
+    LAYOUT: ClassVar[struct.Struct] = _MARKER
     chunk_index: int
     chunk_offset: int
     snapshot_id: int
 
-    def encode(self) -> bytes:
-        return _MARKER.pack(self.chunk_index, self.chunk_offset, self.snapshot_id)
 
-
-class CustomEvent(msgspec.Struct, frozen=True):
-    """Anything else (rule 3)."""
+class CustomEvent(KnownPayload, frozen=True):
+    """Anything else; schemas below 1024 are quire's own."""
 
     TYPE: ClassVar[RecordType] = RecordType.CUSTOM_EVENT
+    LAYOUT: ClassVar[struct.Struct] = _SCHEMA_BLOB
     schema_id: int
     blob: bytes = b""
 
     def encode(self) -> bytes:
         return _padded(_SCHEMA_BLOB.pack(self.schema_id, len(self.blob)) + self.blob)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        schema, size = _SCHEMA_BLOB.unpack_from(payload)
+        if len(payload) < 6 + size:
+            raise IndexError
+        return cls(schema, payload[6 : 6 + size])
 
 
 class UnknownRecord(msgspec.Struct, frozen=True):
@@ -266,43 +274,16 @@ class UnknownRecord(msgspec.Struct, frozen=True):
         return self.payload
 
 
-KnownPayload: TypeAlias = (
-    SegmentOpened
-    | SealSegment
-    | CompressionStarted
-    | CompressionDone
-    | CompressionFailed
-    | UploadStarted
-    | UploadDone
-    | UploadFailed
-    | Tier2DeleteQueued
-    | Tier2Deleted
-    | HydrationStarted
-    | HydrationDone
-    | HydrationFailed
-    | LocalEvicted
-    | SnapshotMarker
-    | CustomEvent
-)
 Payload: TypeAlias = KnownPayload | UnknownRecord
 
-_FIXED: dict[int, tuple[struct.Struct, type[KnownPayload]]] = {
-    RecordType.SEGMENT_OPENED: (_U64_U32, SegmentOpened),
-    RecordType.SEAL_SEGMENT: (_U64_U64, SealSegment),
-    RecordType.COMPRESSION_STARTED: (_U32, CompressionStarted),
-    RecordType.COMPRESSION_DONE: (_U64_U32, CompressionDone),
-    RecordType.COMPRESSION_FAILED: (_U32, CompressionFailed),
-    RecordType.HYDRATION_STARTED: (_U64, HydrationStarted),
-    RecordType.HYDRATION_DONE: (_U64, HydrationDone),
-    RecordType.HYDRATION_FAILED: (_U32, HydrationFailed),
-    RecordType.LOCAL_EVICTED: (_U64, LocalEvicted),
-    RecordType.SNAPSHOT_MARKER: (_MARKER, SnapshotMarker),
-}
-_KEYED: dict[int, type[UploadStarted | Tier2DeleteQueued | Tier2Deleted]] = {
-    RecordType.UPLOAD_STARTED: UploadStarted,
-    RecordType.TIER2_DELETE_QUEUED: Tier2DeleteQueued,
-    RecordType.TIER2_DELETED: Tier2Deleted,
-}
+_KNOWN: dict[int, type[KnownPayload]] = {
+    known.TYPE: known
+    for known in (
+        SegmentOpened, SealSegment, CompressionStarted, CompressionDone, CompressionFailed, UploadStarted, UploadDone,
+        UploadFailed, Tier2DeleteQueued, Tier2Deleted, HydrationStarted, HydrationDone, HydrationFailed, LocalEvicted,
+        SnapshotMarker, CustomEvent,
+    )
+}  # fmt: skip
 _KEY_AT: dict[int, int] = {RecordType.UPLOAD_DONE: 4, RecordType.UPLOAD_FAILED: 8}
 
 
@@ -333,8 +314,8 @@ def decode(record_type: int, payload: bytes, *, chunk: int = 0, segment: int = 0
     if record_type > RecordType.CUSTOM_EVENT:
         return UnknownRecord(record_type, payload)
     try:
-        value = _decode_known(record_type, payload)
-        if value.encode() == payload:  # rule 1: nothing hides in the padding
+        value = _KNOWN[record_type].decode(payload)
+        if value.encode() == payload:  # only canonical bytes: nothing hides in the padding
             return value
     except (struct.error, UnicodeDecodeError, IndexError, InvalidInput):
         pass
@@ -351,25 +332,6 @@ def key_of(record_type: int, payload: bytes) -> bytes:
     """The bytes of the object key in the payload of an upload or delete record."""
     start = _KEY_AT.get(record_type, 2)
     return payload[start : start + int.from_bytes(payload[:2], "little")]
-
-
-def _decode_known(record_type: int, payload: bytes) -> KnownPayload:
-    if fixed := _FIXED.get(record_type):
-        layout, of = fixed
-        return of(*layout.unpack(payload))
-    if keyed := _KEYED.get(record_type):
-        (size,) = _KEY.unpack_from(payload)
-        return keyed(_text(payload, 2, size))
-    if record_type == RecordType.UPLOAD_DONE:
-        size, etag = _KEY_ETAG.unpack_from(payload)
-        return UploadDone(_text(payload, 4, size), _text(payload, 4 + size, etag))
-    if record_type == RecordType.UPLOAD_FAILED:
-        size, reason = _KEY_REASON.unpack_from(payload)
-        return UploadFailed(_text(payload, 8, size), reason)
-    schema, size = _SCHEMA_BLOB.unpack_from(payload)
-    if len(payload) < 6 + size:
-        raise IndexError
-    return CustomEvent(schema, payload[6 : 6 + size])
 
 
 def _text(payload: bytes, start: int, size: int) -> str:

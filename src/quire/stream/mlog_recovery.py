@@ -1,23 +1,12 @@
 """From files to state: the newest sound snapshot and what the log says after it; and what of it is in tier 2.
 
-Terms
-  replay         folding the records behind a snapshot, or all of them
-  reconciliation comparing the log's objects in tier 2 with what is on disk: what is missing there is uploaded again from
-                 here, what is missing in both places needs repair
+Recovery reads one snapshot and the chunks from its position on: how long the history is does not matter. A chunk that is not
+on disk any more is taken from tier 2. A damaged snapshot is passed over. A damaged chunk, or a log that ends before its
+newest snapshot, ends recovery with `ManifestIntegrityError`: nothing was changed, and nothing behind the damage was believed.
 
-Rules
-  1. Recovery reads one snapshot and the chunks from its position on: how long the history is does not matter.
-  2. A damaged snapshot is told and passed over; a damaged chunk ends recovery with `ManifestIntegrityError`: the stream is
-     quarantined, nothing was changed, and nothing behind the damage was believed.
-  3. A log that ends before its newest snapshot has lost committed records: that is damage too.
-  4. A chunk that is not on disk any more is taken from tier 2 if an object store is given.
-
-Threads: functions without state. Raises `ManifestIntegrityError`, and what disk and object store raise.
-"""
+Threads: functions without state. Raises `ManifestIntegrityError`, and what disk and object store raise."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import msgspec
 
@@ -28,6 +17,7 @@ from quire.durable.files import Disk, write_atomic
 from quire.durable.names import ManifestLogFile
 from quire.durable.quarantine import move
 from quire.stream.files import LogFiles
+from quire.stream.metrics import count_crc_error
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     COPY_BYTES,
@@ -38,11 +28,9 @@ from quire.stream.mlog_format import (
     decode_copy,
     log_fields,
 )
-from quire.stream.mlog_index import ManifestIndex, SegmentInfo, replay
-from quire.stream.mlog_metrics import count_crc_error
+from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_reader import START, Chunk, Fetch, LogPosition, ManifestLogReader, load_chunk
 from quire.stream.mlog_snapshot import LogSnapshot, newest_snapshots
-from quire.stream.mlog_states import Remote
 from quire.stream.mlog_tier2 import LogObjects, is_same, object_bytes
 from quire.stream.mlog_writer import SHRINK_BYTES_MIN, shrink, write_header
 
@@ -64,7 +52,7 @@ class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> RecoveredLog:
-    """The state of a log (rule 1). Reads only."""
+    """The state of a log. Reads only."""
     began = clock.monotonic()
     bad = 0
     base: LogSnapshot | None = None
@@ -190,14 +178,10 @@ class Reconciled(msgspec.Struct):
     rebuilt: list[int] = msgspec.field(default_factory=list)
     """Chunks whose objects were missing and have been uploaded again."""
     chunks_needing_repair: dict[int, str] = msgspec.field(default_factory=dict)
-    """Chunks that are in neither place, or whose object is another one."""
-    segments_to_upload: list[int] = msgspec.field(default_factory=list)
-    """Segments whose object is gone but which have a copy here."""
-    segments_needing_repair: list[int] = msgspec.field(default_factory=list)
-    """Segments whose only copy was an object that is gone."""
+    """Chunks whose object is another one, or damaged."""
 
 
-def reconcile_recent(files: LogFiles, objects: LogObjects, start: int) -> Reconciled:
+def reconcile(files: LogFiles, objects: LogObjects, start: int) -> Reconciled:
     """Compare the sealed chunks on disk from `start` on with their objects, and upload what is missing there.
 
     What this costs depends on what is on this disk, not on how long the history is: tier 2 is not listed.
@@ -207,7 +191,7 @@ def reconcile_recent(files: LogFiles, objects: LogObjects, start: int) -> Reconc
         if number < start or not (local := local_facts(files.disk, files, number)).header.sealed:
             continue
         try:
-            what = _differs(objects, number, local, deep=False)
+            what = _differs(objects, number, local)
         except ObjectNotFound:
             _rebuild(files, objects, number, result)
             continue
@@ -217,90 +201,50 @@ def reconcile_recent(files: LogFiles, objects: LogObjects, start: int) -> Reconc
         result.present.append(number)
         if not local.header.uploaded:
             mark_uploaded(files, number)
-    _tell_repairs(files, result)
-    return result
-
-
-def _tell_repairs(files: LogFiles, result: Reconciled) -> None:
     for number, what in result.chunks_needing_repair.items():
         emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk_index=number, what=what)
-
-
-def reconcile(
-    files: LogFiles,
-    objects: LogObjects,
-    index: ManifestIndex,
-    *,
-    object_exists: Callable[[str], bool] | None = None,
-    repair: bool = True,
-    deep: bool = False,
-) -> Reconciled:
-    """Compare the log's objects with the disk, and with `object_exists` the segments' too; upload what is missing.
-
-    `deep` reads objects whole and checks them; else the commit copies of those are compared that are here too, and of the
-    others it is enough that they are listed. `repair=False` changes nothing.
-    """
-    result = Reconciled()
-    listing = objects.listing()
-    sealed = {
-        index: facts for index in files.chunks() if (facts := local_facts(files.disk, files, index)).header.sealed
-    }
-    known = [*sealed, *listing.chunks, *(last for _, last in listing.bundles)]
-    for number in range(max(known, default=-1) + 1):
-        local = sealed.get(number)
-        if number in listing.chunks:
-            what = _differs(objects, number, local, deep=deep) if deep or local is not None else None
-            if what is None and local is not None:
-                result.present.append(number)
-                if repair and not local.header.uploaded:
-                    mark_uploaded(files, number)
-            elif what is not None:
-                result.chunks_needing_repair[number] = what
-        elif listing.bundle_of(number) is None:
-            if local is None:
-                result.chunks_needing_repair[number] = "it is neither on disk nor in tier 2"
-            elif repair:
-                _rebuild(files, objects, number, result)
-            else:
-                result.chunks_needing_repair[number] = "its object is missing; it can be uploaded again from here"
-    if object_exists is not None:
-        _reconcile_segments(index, object_exists, result)
-    if repair:
-        _tell_repairs(files, result)
     return result
 
 
-def _differs(objects: LogObjects, number: int, local: ChunkFacts | None, *, deep: bool) -> str | None:
+def objects_apart(files: LogFiles, objects: LogObjects) -> dict[int, str]:
+    """Chunks of all the history whose objects are missing or different, with what is wrong; not-yet-uploaded ones are neither.
+
+    Lists tier 2 and changes nothing. Of a chunk that is not on disk it is enough that its object, or its bundle, is listed.
+    """
+    listing = objects.listing()
+    local = {number: local_facts(files.disk, files, number) for number in files.chunks()}
+    apart: dict[int, str] = {}
+    for number in range(max([*local, *listing.chunks, *(last for _, last in listing.bundles)], default=-1) + 1):
+        facts = local.get(number)
+        if facts is not None and not facts.header.sealed:
+            continue
+        what: str | None = None
+        if number in listing.chunks:
+            what = _differs(objects, number, facts) if facts is not None else None
+        elif listing.bundle_of(number) is None:
+            if facts is None:
+                what = "it is neither on disk nor in tier 2"
+            elif facts.header.uploaded:
+                what = "its object is missing; it can be uploaded again from here"
+        if what is not None:
+            apart[number] = what
+    return apart
+
+
+def _differs(objects: LogObjects, number: int, local: ChunkFacts) -> str | None:
     try:
         facts = objects.facts(number)
-        if deep:
-            chunk = objects.get_chunk(number)
-            if chunk is None or not is_same(chunk.facts, facts):
-                return "its object differs from its commit copy"
     except ManifestIntegrityError as error:
         return f"its object is damaged: {error.what}"
-    if local is not None and not is_same(facts, local):
-        return "its object belongs to a different chunk"
-    return None
+    return None if is_same(facts, local) else "its object belongs to a different chunk"
 
 
 def _rebuild(files: LogFiles, objects: LogObjects, number: int, result: Reconciled) -> None:
     chunk = ManifestLogReader(files).chunk(number)
     try:
         objects.put_chunk(chunk)
-    except AlreadyExists as error:  # it came into being since the listing, and is not ours
+    except AlreadyExists as error:  # it came into being since it was looked for, and is not ours
         result.chunks_needing_repair[number] = error.what
         return
     mark_uploaded(files, number)
     result.rebuilt.append(number)
-
-
-def _reconcile_segments(index: ManifestIndex, object_exists: Callable[[str], bool], result: Reconciled) -> None:
-    for segment in index.segments():
-        if segment.state.remote is Remote.DONE and not _is_there(segment, object_exists):
-            others = segment.tiers - {2}
-            (result.segments_to_upload if others else result.segments_needing_repair).append(segment.segment_id)
-
-
-def _is_there(segment: SegmentInfo, object_exists: Callable[[str], bool]) -> bool:
-    return segment.key is not None and object_exists(segment.key)

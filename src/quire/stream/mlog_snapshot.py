@@ -1,19 +1,11 @@
 """Snapshots of a `ManifestIndex`: one checksummed file that stands for everything before a position of the log.
 
-Terms
-  snapshot   the index after all records before `position`, with the count of these records
-  marker     the `SnapshotMarker` record that is appended, at `position`, when the snapshot is durable
-
-Rules
-  1. Equal indexes have equal bytes; decoding gives an equal index.
-  2. A snapshot is written whole under a temporary name, synced, renamed, and its directory synced; then the marker.
-     A snapshot without a marker is as good as one with it.
-  3. A snapshot that fails its checksum is passed over: the one before it and more of the log give the same state.
-  4. It also holds which chunks of the log are uploaded (S3), and the objects of the log that are to be deleted.
+Equal indexes have equal bytes. A snapshot is written whole under a temporary name, synced, renamed, and its directory synced;
+then the `SnapshotMarker` record is appended, at `position`. One without a marker is as good as one with it. One that fails
+its checksum is passed over: the one before it and more of the log give the same state.
 
 Threads: functions without state. Importable on executors. Format page: `docs/formats/manifest-log.md`.
-Raises `ManifestIntegrityError` for bytes that are not a snapshot, and what the disk raises.
-"""
+Raises `ManifestIntegrityError` for bytes that are not a snapshot, and what the disk raises."""
 
 from __future__ import annotations
 
@@ -135,7 +127,7 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnap
 def write_snapshot(
     files: LogFiles, snapshot_id: int, position: LogPosition, index: ManifestIndex, uploaded_upto: int = 0
 ) -> None:
-    """Put a snapshot beside the chunks, atomically (rule 2). The caller appends the marker."""
+    """Put a snapshot beside the chunks, atomically. The caller appends the marker."""
     data = encode_snapshot(snapshot_id, position, index, uploaded_upto)
     hit("stream.mlog.snapshot.writing")
     write_atomic(files.disk, files.snapshot(snapshot_id), data)
@@ -149,7 +141,7 @@ def read_snapshot(files: LogFiles, snapshot_id: int) -> LogSnapshot:
 
 
 def newest_snapshots(files: LogFiles) -> Iterable[LogSnapshot | ManifestIntegrityError]:
-    """The snapshots that are here, newest first; for a damaged one its error (rule 3)."""
+    """The snapshots that are here, newest first; for a damaged one its error."""
     for snapshot_id in files.snapshots():
         try:
             yield read_snapshot(files, snapshot_id)

@@ -1,15 +1,8 @@
 """What a segment can be, and which record may change it into what: the declared transition table.
 
-Terms
-  facet   one side of a segment's state: its life, its tier 1 copy, its tier 2 copy, its tier 0 copy, its hydration
-  state   all five facets; there are 432, each has a small number, its code
-  event   what a record says: one of the first fourteen record types, or one of quire's own custom events
-
-Rules
-  1. `RULES` is the table: what must hold before an event, and what it changes. Nothing else decides.
-  2. The last copy is never given up silently: eviction from tier 0 or 1 needs another copy, and only `SEGMENT_RETIRED` ends
-     a segment, when its object is gone too.
-  3. An event that `RULES` does not allow changes nothing.
+A state has five facets: the segment's life, its tier 1, tier 2 and tier 0 copies, and its hydration; there are 432, each with
+a number, its code. `RULES` is the table: what must hold before an event, and what it changes. The last copy is never given up
+silently: eviction needs another copy, and only `SEGMENT_RETIRED` ends a segment, when its object is gone too.
 
               ┌─────────── hydration ───────────┐
   tier 0   resident ──LocalEvicted──▶ evicted ──┘
@@ -99,7 +92,7 @@ class Event(IntEnum):
     REPAIRED = 17
 
 
-STATES = [State(*each) for each in product(Life, Warm, Remote, Hot, Hydration)]
+STATES = [State(*facets) for facets in product(Life, Warm, Remote, Hot, Hydration)]
 NOTHING = STATES[0]
 _CODES = {state: code for code, state in enumerate(STATES)}
 
@@ -111,11 +104,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     copies: frozenset[int] = frozenset()
     """Tiers of which at least one must hold a whole copy; none named: it does not matter."""
     then: Mapping[str, int] = msgspec.field(default_factory=dict)
-
-    def allows(self, state: State) -> bool:
-        if any(getattr(state, facet) not in allowed for facet, allowed in self.when.items()):
-            return False
-        return not self.copies or bool(self.copies & tiers_of(state))
 
 
 def _one(*values: int) -> frozenset[int]:
@@ -189,13 +177,13 @@ def tiers_of(state: State) -> frozenset[int]:
 
 def is_valid(state: State, event: Event) -> bool:
     """Whether a segment in this state may have this event."""
-    return RULES[event].allows(state)
+    return TABLE[event][_CODES[state]] >= 0
 
 
 def after(state: State, event: Event) -> State:
     """The state an allowed event leads to."""
     assert is_valid(state, event), (state, event)
-    return state_of({**state._asdict(), **RULES[event].then})
+    return STATES[TABLE[event][_CODES[state]]]
 
 
 def state_of(facets: Mapping[str, int]) -> State:
@@ -218,7 +206,7 @@ _FACETS = {"life": Life, "warm": Warm, "remote": Remote, "hot": Hot, "hydration"
 
 
 def _row(rule: Rule) -> list[int]:
-    """What `after` says of every state that a rule allows, by code. Calling that 7,000 times is too long for an import."""
+    """The code after a rule's event for the code of every state, -1 where it is not allowed."""
     row, step = [-1] * len(STATES), len(STATES)
     codes = [(0, 0)]  # before and after, as far as the facets are told
     for name, facet in _FACETS.items():

@@ -1,21 +1,13 @@
 """The objects of one manifest log in tier 2: sealed chunks, snapshots, bundles.
 
-Terms
-  facts     what an object says about itself in its commit copy: chunk_crc64, base_record, record_count, latest snapshot
-  listing   what is there, by kind, without reading it
-
-Rules
-  1. Objects are written once: a second put of the same chunk adopts what is there, another chunk under its name is
-     `AlreadyExists` and nothing is overwritten.
-  2. What is read is checked as a file would be; an object that is not sound is `ManifestIntegrityError`.
-  3. A chunk is looked for under its own name first, then in a bundle.
-  4. Each owner epoch writes below a prefix of its own (A1). A log goes on in the next epoch where it ended for the one that
-     took over: what an earlier epoch has from the first chunk of a later one on is another line's, and is not listed. Where
-     an epoch begins is known before it has an object: the stream remembers it (`begins`, of `stream.json`).
+Objects are written once: a second put of the same chunk adopts what is there, another chunk under its name is
+`AlreadyExists`. What is read is checked as a file would be. Each owner epoch writes below a prefix of its own (A1). A log
+goes on in the next epoch where it ended for the one that took over: what an earlier epoch has from the first chunk of a later
+one on is another line's, and is not listed. Where an epoch begins is known before it has an object: the stream remembers it
+(`begins`, of `stream.json`).
 
 Threads: any. Importable on executors. Format page: `docs/formats/manifest-log.md`.
-Raises `ManifestIntegrityError`, and what the object store raises.
-"""
+Raises `ManifestIntegrityError`, and what the object store raises."""
 
 from __future__ import annotations
 
@@ -53,7 +45,7 @@ SNAPSHOT_BYTES_MAX = 1 << 30
 
 
 class EpochBegin(msgspec.Struct, frozen=True):
-    """Where a log goes on for an owner epoch: what earlier epochs have behind it was written by somebody else (rule 4)."""
+    """Where a log goes on for an owner epoch: what earlier epochs have behind it was written by somebody else."""
 
     owner_epoch: int
     chunk: int
@@ -84,7 +76,7 @@ class LogObjects(msgspec.Struct, frozen=True):
     store: ObjectStore
     stream_id: int
     prefixes: tuple[str, ...] = ("",)
-    """One for each owner epoch, the current one first (rule 4)."""
+    """One for each owner epoch, the current one first."""
     store_id: str = ""
     """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
     begins: tuple[EpochBegin, ...] = ()
@@ -109,7 +101,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self._key(object_names.snapshot_key(self.stream_id, snapshot_id))
 
     def listing(self) -> LogListing:
-        """What is there (rule 4)."""
+        """What is there."""
         listing = self.own_listing()
         begins = {begin.owner_epoch: begin for begin in self.begins}
         first = newest = U64_MAX
@@ -248,7 +240,7 @@ class LogObjects(msgspec.Struct, frozen=True):
             raise damaged("the object's header differs from its commit copy", chunk=first, offset=0, key=key)
 
     def fetch(self, index: int) -> Chunk | None:
-        """A chunk, or else the bundle it is in (rule 3)."""
+        """A chunk, or else the bundle it is in."""
         chunk = self.get_chunk(index)
         if chunk is not None:
             return chunk

@@ -43,10 +43,9 @@ from quire.stream.mlog_format import (
     decode_copy,
     unsound,
 )
-from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Chunk, ManifestLogReader, RecordView, check_sequence
 from quire.stream.mlog_records import Payload, RecordType, UnknownRecord, decode
-from quire.stream.mlog_recovery import RecoveredLog, local_facts, reconcile, recover
+from quire.stream.mlog_recovery import RecoveredLog, local_facts, objects_apart, recover
 from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.state import believed_end
@@ -136,15 +135,6 @@ def _is_there(objects: LogObjects, key: str) -> bool:
     except ObjectNotFound:
         return False
     return True
-
-
-def objects_apart(files: LogFiles, objects: LogObjects) -> dict[int, str]:
-    """Chunks whose objects are missing or different, with what is wrong; not-yet-uploaded ones are neither."""
-    result = reconcile(files, objects, ManifestIndex(), repair=False)
-    not_yet = {
-        index for index in files.chunks() if not local_facts(files.disk, files, index).header.uploaded
-    } - objects.listing().chunks.keys()
-    return {chunk: what for chunk, what in result.chunks_needing_repair.items() if chunk not in not_yet}
 
 
 def verify(

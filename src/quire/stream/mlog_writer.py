@@ -1,30 +1,18 @@
 """Appends to a manifest log: one active chunk, a file, that is committed, sealed and followed by the next.
 
-Terms
-  tail        where the next record goes, in memory; on disk it moves with a commit
-  committed   what a returned `commit` covers
-  room        the bytes of the chunk's file before the commit copy at its end
-
 States of a chunk
   absent ──append──▶ `.mlog.tmp` ──first commit──▶ `.mlog` ──rotate──▶ sealed ──upload──▶ uploaded
 
-Rules
-  1. A chunk's file is allocated and filled, never sparse: a full disk is `DiskFull` when it is made, not in a commit.
-  2. Records are kept in memory until their commit writes them: a mapped file would do the same, but a map holds a descriptor
-     for as long as it lives, and there may be more streams than a process has descriptors (docs/decisions/024).
-  3. Commit: records and commit copy written, *sync*, header written, *sync*; and at the first commit of a chunk rename and
-     sync of the directory. The checksum goes on from the last commit's: a commit costs what is new, not what is there.
-  4. A restart goes on behind the last committed record of the last chunk. What is behind it was promised to nobody.
-  5. Only what is about a data segment makes the timer rotate (S3): a log that speaks of itself comes to rest.
-  6. Timestamps never fall: a clock that goes backwards gives the last one again.
-  7. After a failed write or sync nobody knows what is on disk: `StoreUnusable` until the log is opened again. A full disk
-     while a chunk is made or grown breaks nothing.
-  8. One writer per log: a lock file (`StoreLocked`).
+A chunk's file is allocated and filled, never sparse: a full disk is `DiskFull` when it is made or grown, and breaks nothing.
+Records are in memory until their commit writes them; a mapped file would do the same, but holds a descriptor for as long as
+it lives (docs/decisions/024). A commit writes records and commit copy, syncs, writes the header, syncs; the first one of a
+chunk then renames it and syncs the directory. The checksum goes on from the last commit's: a commit costs what is new. A
+restart goes on behind the last committed record. After a failed write or sync nobody knows what is on disk: `StoreUnusable`
+until the log is opened again.
 
-Threads: any, one at a time: whoever shares a writer has a lock of its own around every call (`ManifestLog` does), since
-one here again would cost a fifth of an append. Format page: `docs/formats/manifest-log.md`.
-Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, and on opening `ManifestIntegrityError`.
-"""
+Threads: any, one at a time: whoever shares a writer has a lock of its own around every call (`ManifestLog` does), since one
+here again would cost a fifth of an append. Format page: `docs/formats/manifest-log.md`.
+Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, and on opening `ManifestIntegrityError`."""
 
 from __future__ import annotations
 
@@ -107,7 +95,7 @@ class ManifestLogWriter:
         start: tuple[int, int] = (0, 0),
         lock: FileLock | CoveredLock | None = None,
     ) -> ManifestLogWriter:
-        """Go on with a log (rule 4). `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
+        """Go on with a log. `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
 
         `lock` is the log's lock if the caller has taken it already (`lock_log`); it is the writer's from here on.
         """
@@ -198,14 +186,14 @@ class ManifestLogWriter:
             self._make_room(size)
 
     def commit(self) -> LogPosition:
-        """Make everything appended durable (rule 3); up to where."""
+        """Make everything appended durable; up to where."""
         self._check()
         if self._tail > self._committed:
             self._guard("a commit", lambda: self._write_commit(0))
         return self.committed
 
     def needs_rotation(self) -> bool:
-        """Whether the chunk is nearly full, or has had news about data for long enough (rule 5)."""
+        """Whether the chunk is nearly full, or has had news about data for long enough."""
         return self.rotation_due_in() == 0
 
     def rotation_due_in(self) -> float | None:
@@ -309,7 +297,7 @@ class ManifestLogWriter:
         return ChunkFacts(header, self._count, self._snapshot_id, self._identity)
 
     def _resume(self, index: int) -> None:
-        """Go on behind the last chunk, or in it if it is not sealed (rule 4)."""
+        """Go on behind the last chunk, or in it if it is not sealed."""
         file = self._files.disk.open(self._files.chunk(index))
         try:
             file.sync()  # nothing is concluded from bytes that could still be lost
@@ -361,7 +349,7 @@ class ManifestLogWriter:
             raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
-        """Run a step whose failure leaves the disk in doubt (rule 7)."""
+        """Run a step whose failure leaves the disk in doubt."""
         try:
             step()
         except BaseException as error:
@@ -391,7 +379,7 @@ class ManifestLogWriter:
 
 
 def lock_log(files: LogFiles, clock: Clock) -> FileLock | CoveredLock:
-    """Take the lock of a log, making its directory if need be (rule 8)."""
+    """Take the lock of a log, making its directory if need be."""
     files.disk.make_dirs(files.directory)
     if files.store_locked:
         return CoveredLock()
@@ -411,7 +399,7 @@ def shrink(file: File, facts: ChunkFacts) -> None:
 
 
 def write_header(file: File, size: int, facts: ChunkFacts) -> None:
-    """Write commit copy and header in the order that leaves one of them whole (rule 3). `size` is the file's."""
+    """Write commit copy and header in the order that leaves one of them whole. `size` is the file's."""
     file.write_at(facts.encode(), size - COPY_BYTES)
     hit("stream.mlog.copied")
     file.sync()

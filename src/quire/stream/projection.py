@@ -1,21 +1,12 @@
 """What LMDB knows of a stream's segments: folded from the manifest log by idempotent operations, and read back (S1).
 
-Terms
-  row     a segment's row in `wal_catalog`; its place in `wal_manifest` has the writer's epoch as generation
-  facts   see `mlog_modes.py`: what log and projection are compared by
+Log first, LMDB second: what LMDB missed is folded at the next move or opening, as the difference. A segment's row in
+`wal_catalog` is made when the segment is sealed, in its final form; record ids are the row's lsns, and its place in
+`wal_manifest` has the writer's epoch as generation. An object is announced (`suffix`) before its first byte is sent, so that
+whoever deletes the row looks for it. LMDB has no word for a tier 1 copy or an etag. A segment that a checkpoint has published
+is a slot too (docs/decisions/009-stream-chunks.md): the fold that ends its row clears the slot.
 
-Rules
-  1. Log first, LMDB second. What LMDB missed is folded at the next move or opening: `ops` is the difference, and of what is
-     equal there is none.
-  2. A row is made when its segment is sealed: then it is in its final form. Record ids are the row's lsns.
-  3. An object is announced (`suffix`) before its first byte is sent, so that whoever deletes the row looks for it.
-  4. LMDB has no word for a tier 1 copy or an etag: what is in the directories says the one, nothing says the other.
-  5. Bytes that something else holds, a snapshot or a fork, are pinned: their count is above the one of the stream itself.
-  6. A segment that a checkpoint has published is a slot too (docs/decisions/009-stream-chunks.md). The fold that ends its row
-     clears the slot; the chunk's row, which has no bytes, goes with the next delete job.
-
-Threads: any. Raises what the manifest raises.
-"""
+Threads: any. Raises what the manifest raises."""
 
 from __future__ import annotations
 
@@ -99,7 +90,7 @@ class StreamProjection:
         return len(ops)
 
     def _ops(self, segment_id: int, segment: StreamSegment | None, row: WalRecord | None) -> list[Op]:
-        """The operations between a row and what it should be (rule 1)."""
+        """The operations between a row and what it should be."""
         if segment is None:
             return [] if row is None else self._truncate(segment_id, row)
         if not segment.is_sealed or not segment.records:
@@ -145,7 +136,7 @@ class StreamProjection:
         return ops + [MoveWalState(self._stream_id, segment_id, state) for state in steps]
 
     def _unpublish(self, txn: ReadTxn, segment_ids: Iterable[int], generation: int) -> list[Op]:
-        """Take the chunks of segments that are gone out of the live set (rule 6)."""
+        """Take the chunks of segments that are gone out of the live set."""
         offsets: dict[int, list[int]] = {}
         for segment_id in sorted(segment_ids):
             leaf, offset = place(segment_id)
@@ -159,7 +150,7 @@ class StreamProjection:
         return ops
 
     def pinned(self, segment_id: int) -> bool:
-        """Whether something beside the stream holds a segment (rule 5)."""
+        """Whether something beside the stream holds a segment."""
         with self._manifest.read() as txn:
             counts = txn.refcount(ArtifactKey(self._stream_id, ArtifactKind.WAL, segment_id, 0))
         return counts is not None and counts.in_use > 1
@@ -199,7 +190,7 @@ class StreamProjection:
         return (state.last_applied_lsn if state is not None else 0) + 1
 
     def facts(self, etags: Mapping[int, str]) -> dict[int, SegmentFacts]:
-        """What LMDB and the directories say of every sealed segment; `etags` are believed (rule 4)."""
+        """What LMDB and the directories say of every sealed segment; `etags` are believed."""
         hot, warm = set(self._files.segments(Tier.HOT)), set(self._files.segments(Tier.WARM))
         with self._manifest.read() as txn:
             epochs = {key[2]: key[1] for key, _ in txn.scan(t.WAL_MANIFEST, self._stream_id)}

@@ -1,40 +1,38 @@
 """Reads a stream over all its tiers: records in order, by id or by time, one by one or as Arrow batches.
 
-Terms
-  retained   from `first_record` on: what retention has not taken
-  durable    up to `end_record`: what a crash would leave
-
-Rules
-  1. A read is of [start, stop) as it was asked for; below what is retained it raises `CursorLost`: never a silent gap.
-  2. The nearest copy is read: hot file, compressed file, object. Of an object only the frames that are wanted are fetched; if
-     more than half of a segment is wanted, and tiers allow it, the segment is first brought back (`hydrate`).
-  3. A copy that moved on while it was read is looked up again. If nothing has moved it is damaged or gone: then the next
-     copy is read, and that is told; without another copy the error is raised.
-  4. A tail sees durable records only, each once, in order.
-  5. A copy that has not the records that its segment should have is damaged: a read that makes no progress raises.
+A read is of [start, stop) as it was asked for; below what is retained it raises `CursorLost`: never a silent gap. The nearest
+copy is read: hot file, compressed file, object; of an object only the frames that are wanted are fetched. A copy that moved
+on while it was read is looked up again. A tail sees durable records only, each once, in order.
 
 Threads: any; an iterator belongs to one. Raises `CursorLost`, `OutOfRange`, `Corruption`, `ObjectNotFound`,
-`ObjectStoreUnavailable`, `StoreClosed`.
-"""
+`ObjectStoreUnavailable`, `StoreClosed`."""
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import count, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed, Unavailable
+from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
 from quire.stream.files import StreamFiles
 from quire.stream.hot import HotLog
-from quire.stream.mlog_states import Remote
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import SegmentList, StreamSegment
-from quire.stream.sources import VERIFY, Lost, Marks, StreamCache, WarmSource, hot_source, remote_source, warm_source
-from quire.stream.spans import RecordSpan
+from quire.stream.sources import (
+    VERIFY,
+    Lost,
+    Marks,
+    StreamCache,
+    WarmSource,
+    hot_source,
+    remote_source,
+    retried,
+    warm_source,
+)
+from quire.stream.spans import RecordSpan, StreamRecord
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -43,14 +41,6 @@ RACES_MAX = 64
 """How often one position is looked up again before that is an error of ours."""
 
 _HOT, _WARM, _REMOTE = 0, 1, 2
-
-
-class StreamRecord(NamedTuple):
-    """One record of a stream."""
-
-    id: int
-    timestamp_ms: int
-    payload: bytes
 
 
 class StreamReader:
@@ -88,7 +78,7 @@ class StreamReader:
     def first_record(self) -> int:
         """The id of the first record that is retained."""
         for segment in self._view():
-            if not is_going(segment):
+            if not segment.is_going:
                 return segment.base_record
         return self._hot.durable
 
@@ -102,9 +92,7 @@ class StreamReader:
         """Records from `start` (default: the first) to before `stop` (default: the end as it is now)."""
         first, last = self._range(start, stop)
         for span in self._spans(first, last):
-            stamps = span.timestamp_ms
-            stamp_each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
-            yield from map(StreamRecord, count(span.first_record), stamp_each, span.column.to_pylist())
+            yield from span.records()
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches (`reading.SCHEMA`)."""
@@ -192,10 +180,10 @@ class StreamReader:
                 self._lost(position, segment, tier, lost, search)
 
     def _choose(self, position: int, stop: int, search: _Search) -> tuple[StreamSegment, int]:
-        """The copy to read a position from (rule 2)."""
+        """The copy to read a position from."""
         while True:
             segment = self._view().holding(position)
-            if segment is None or is_going(segment):
+            if segment is None or segment.is_going:
                 raise CursorLost(
                     "these records are no longer retained", hint="begin with `first_record`", start=position
                 )
@@ -207,7 +195,7 @@ class StreamReader:
             self._hydrate(segment.segment_id)
 
     def _lost(self, position: int, segment: StreamSegment, tier: int, lost: Lost, search: _Search) -> None:
-        """A copy could not be read (rule 3)."""
+        """A copy could not be read."""
         search.races += 1
         if self._view().holding(position) != segment and search.races < RACES_MAX:
             return
@@ -274,19 +262,10 @@ class StreamReader:
         return marks
 
     def _remote(self, segment: StreamSegment) -> WarmSource:
-        return remote_source(self._files.stream_id, segment, self._store(), self._cache, self.retry)
-
-    def retry(self, work: Callable[[], bytes]) -> bytes:
-        """Call again what the object store cannot do for a while, waiting longer each time."""
-        wait = self._settings.retry_seconds
-        for _ in range(self._settings.attempts - 1):
-            try:
-                return work()
-            except Unavailable as error:
-                emit("info", "stream.read_retried", stream=self._files.stream_id, seconds=wait, error=str(error))
-            threading.Event().wait(wait)
-            wait *= 2
-        return work()
+        settings = self._settings
+        pause = settings.retry_seconds
+        retry = partial(retried, stream_id=self._files.stream_id, attempts=settings.attempts, pause_seconds=pause)
+        return remote_source(self._files.stream_id, segment, self._store(), self._cache, retry)
 
 
 class _Search:
@@ -306,11 +285,6 @@ def _lacking(segment: StreamSegment, record: int) -> Corruption:
     return Corruption(
         "a segment's copy lacks some of its records", hint=VERIFY, segment=segment.segment_id, record=record
     )
-
-
-def is_going(segment: StreamSegment) -> bool:
-    """Whether retention has begun to take a segment."""
-    return segment.state.remote in (Remote.DELETING, Remote.DELETED)
 
 
 def _tiers(segment: StreamSegment) -> list[int]:

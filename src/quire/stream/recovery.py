@@ -1,20 +1,13 @@
 """Opens a stream: which state is believed, where the open segment is cut, what is left over and what is missing.
 
-Rules
-  1. The state is that of the manifest log, unless the stream was last open in a mode in which the log was not believed; then
-     it is what LMDB and the directories say, and the log is brought up to it.
-  2. A segment that was open is cut behind its last whole commit, sealed there, and never appended to again (P4). One without
-     records is given up.
-  3. A file that the state does not know is removed if it is proven to be garbage: the log has a segment's other copy, or has
-     retired it, or the file has no record in it. Any other is moved to `quarantine/`, and that is told.
-  4. A copy that the state knows and that is not there is told as evicted if another one is there; else that is damage, told
-     here and raised by whoever reads it. Opening goes on: the rest of the stream is sound.
-  5. LMDB is folded again (S1), after the log was found to know all that LMDB knows (`witnesses.py`): else the stream is not
-     opened, nothing is removed, and the error names the repair.
-  6. A log that is off is neither read nor written: damage in it is nobody's concern until it is switched on again.
+The state is that of the manifest log, unless the stream was last open in a mode in which the log was not believed; then it is
+what LMDB and the directories say, and the log is brought up to it. A log that knows less than LMDB (`witnesses.py`) is not
+believed: the stream is not opened, nothing is removed, and the error names the repair. A segment that was open is cut behind
+its last whole commit, sealed there, and never appended to again (P4). A file that the state does not know is removed only if
+it is proven to be garbage; any other is moved to `quarantine/`. A copy that is missing is recorded as evicted if there is
+another one; else it is reported, and raised by whoever reads it.
 
-Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, and what disk, log and manifest raise.
-"""
+Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, and what disk, log and manifest raise."""
 
 from __future__ import annotations
 
@@ -31,8 +24,7 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.durable.quarantine import move
-from quire.stream.dictionary import Dictionaries
-from quire.stream.files import LogFiles, StreamClock, StreamFiles
+from quire.stream.files import TRIM_BYTES_MIN, LogFiles, StreamClock, StreamFiles, trim
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import AbsentLog, Collect, ManifestLog
 from quire.stream.mlog_modes import Mode
@@ -49,15 +41,12 @@ from quire.stream.mlog_records import (
 from quire.stream.mlog_recovery import restore_log
 from quire.stream.mlog_states import Warm
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.preallocated import TRIM_BYTES_MIN, trim
 from quire.stream.projection import StreamProjection
-from quire.stream.reader import is_going
-from quire.stream.segment import HEADER_BYTES, StreamSegmentHeader
+from quire.stream.segment import HEADER_BYTES, StreamSegmentHeader, scan
 from quire.stream.segment_events import Ledger, bring_up, facts_of_index, fold, rebuilt
-from quire.stream.segment_scan import scan
 from quire.stream.segments import StreamSegment
 from quire.stream.state import StreamState
-from quire.stream.warm import NO_DICTIONARY, WarmReader
+from quire.stream.warm import NO_DICTIONARY, Dictionaries, WarmReader
 from quire.stream.witnesses import behind, held_above, holding, refused
 
 REPAIR = "restore it from a copy, or see what `quire stream repair` can recover"
@@ -93,7 +82,7 @@ def recover_stream(
     return RecoveredStream(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
-        next_segment=max(ledger.index.opened_max, state.log_segment, projection.last_segment()) + 1,
+        next_segment=max(ledger.index.opened_max, state.stored.log_segment, projection.last_segment()) + 1,
         next_record=max([projection.next_record(), *(segment.end_record for segment in segments)]),
         epoch=max((segment.epoch for segment in segments), default=0) + 1,
         torn_bytes=torn,
@@ -109,10 +98,10 @@ def open_log(
     mode: Mode,
     reopen: Callable[[], ManifestLog],
 ) -> ManifestLog:
-    """The manifest log. One that is off, and was not believed before, is not looked at (rule 6); neither is a shadow's that
+    """The manifest log. One that is off, and was not believed before, is not looked at; neither is a shadow's that
     cannot be opened: that is told, and the next opening brings it up.
     """
-    former = Mode(state.mode)
+    former = Mode(state.stored.mode)
     if Mode.ON in (mode, former):
         return reopen()
     if former is Mode.SHADOW or mode is Mode.SHADOW:
@@ -122,7 +111,7 @@ def open_log(
             raise
         except QuireError as error:
             emit("error", "stream.mlog.shadow_failed", stream=at.stream_id, error=str(error))
-            state.remember_mode(Mode.OFF.value, state.going)
+            state.remember_mode(Mode.OFF.value, state.stored.going)
     return AbsentLog(at, objects, clock, reopen)
 
 
@@ -136,7 +125,7 @@ def open_checked(
     settings: ManifestLogSettings,
     collect: Collect,
 ) -> ManifestLog:
-    """The log, if it knows what its witnesses know (rule 5).
+    """The log, if it knows what its witnesses know.
 
     One that is behind is completed from tier 2, where its sealed chunks are; if that is not enough, the stream is not opened.
     """
@@ -160,12 +149,12 @@ def open_checked(
 
 
 def log_behind(files: StreamFiles, log: ManifestLog, projection: StreamProjection, state: StreamState) -> list[str]:
-    """What the manifest log does not know and should; nothing if it is not what is believed (rule 1)."""
-    if Mode(state.mode) is not Mode.ON:
+    """What the manifest log does not know and should; nothing if it is not what is believed."""
+    if Mode(state.stored.mode) is not Mode.ON:
         return []
     witness = projection.witness()
     held = held_above(files, max(witness.last_segment, log.index.opened_max))
-    return list(behind(log.index, witness, held=held, closed_records=state.log_records))
+    return list(behind(log.index, witness, held=held, closed_records=state.stored.log_records))
 
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,8 +167,8 @@ def _believe(
     mode: Mode,
     reopen: Callable[[], ManifestLog],
 ) -> Ledger:
-    """The ledger in its mode, with the state of the last opening (rule 1)."""
-    former = Mode(state.mode)
+    """The ledger in its mode, with the state of the last opening."""
+    former = Mode(state.stored.mode)
     own: ManifestIndex | None = None
     if former is not Mode.ON:
         own = _from_projection(files, log, projection, state, clock)
@@ -220,7 +209,7 @@ def _from_projection(
     ends = {segment_id: (row.last_lsn + 1, row.sealed_at_ms) for segment_id, row in rows.items()}
     clock.raise_to(max((sealed_ms for _, sealed_ms in ends.values()), default=0))  # a log that was off does not know
     now, facts = clock.now_ms(), projection.facts(etags)
-    going = [segment_id for segment_id in state.going if segment_id in facts]
+    going = [segment_id for segment_id in state.stored.going if segment_id in facts]
     for segment_id in going:
         facts[segment_id] = replace(facts[segment_id], key=rows[segment_id].suffix)
         if not rows[segment_id].suffix:
@@ -254,7 +243,7 @@ def _header(files: StreamFiles, segment_id: int) -> StreamSegmentHeader | None:
 
 # ── the open segment ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: StreamSegment) -> int:
-    """Seal a segment that was open (rule 2); how many bytes behind the cut were given up."""
+    """Seal a segment that was open; how many bytes behind the cut were given up."""
     path, segment_id = files.segment(Tier.HOT, segment.segment_id), segment.segment_id
     try:
         file = files.disk.open(path)
@@ -324,10 +313,10 @@ def _trim(files: StreamFiles, segments: list[StreamSegment]) -> None:
 
 
 def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int) -> str | None:
-    """Why a file that belongs to no copy may not be removed; `None`: it may (rule 3)."""
+    """Why a file that belongs to no copy may not be removed; `None`: it may."""
     segment = ledger.view.get(segment_id)
     if segment is not None:
-        if segment.is_hot or segment.is_warm or segment.is_remote or is_going(segment):
+        if segment.is_hot or segment.is_warm or segment.is_remote or segment.is_going:
             return None  # the log gave this copy up when there was another, or has not finished making it
         return "the log has no copy of its segment"
     held = holding(files, tier, segment_id)
@@ -342,7 +331,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
 
 
 def _missing(files: StreamFiles, ledger: Ledger, segment: StreamSegment, tier: Tier) -> None:
-    """Tell a missing copy as evicted if there is another one; else report damage and go on (rule 4)."""
+    """Tell a missing copy as evicted if there is another one; else report damage and go on."""
     segment_id = segment.segment_id
     others = (segment.is_warm if tier is Tier.HOT else segment.is_hot) or segment.is_remote
     path = files.segment(tier, segment_id)

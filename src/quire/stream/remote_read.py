@@ -1,44 +1,37 @@
-"""A stream as other processes read it: which segments have which records, and how to read them without the owner.
+"""A stream as other processes read it: what its owner tells them of it (`share`), and how they read it without the owner.
 
-Terms
-  share    a part of a stream at one moment, as a value: small, and good for sending
-  locate   how a reader asks the owner again where records are: (start, stop, upload) → share
+A share is a part of a stream at one moment, as a small value that can be sent. It covers durable records only: of the open
+segment it says how far its file may be read. Whoever sees the store's directory reads the files; everybody else reads the
+objects, and only the frames that are wanted. Blocks are checked as the owner checks them, so that a file that has become
+another segment's cannot pass for the one that was shared.
 
-Rules
-  1. Whoever sees the store's directory reads the files, the hot one first, then the compressed one; else, and if neither is
-     there, the object. Only the frames that are wanted are fetched of it.
-  2. A copy that is not there, or not what the owner said, has moved on: the owner is asked again. If it says the same, that
-     is the error. Blocks are checked as the owner checks them, so that a file that became another segment's cannot pass.
-  3. Who does not see the directory has records that are in no object yet uploaded first, if `uploads` allows it; the owner
-     then ends the open segment if records of it are wanted.
-  4. Below what is retained a reader hears `CursorLost`, also if retention overtakes it: never a silent gap.
-
-Threads: a reader belongs to one. Importable on executors.
-Raises `CursorLost`, `Corruption`, `ObjectNotFound`, `Unavailable`, `InvalidInput`.
+Threads: a reader belongs to one. `SharedReader` is importable on executors.
+Raises `CursorLost` (never a silent gap), `Corruption`, `ObjectNotFound`, `Unavailable`, `InvalidInput`, `OutOfRange`.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.core.cache import ByteCache
-from quire.core.errors import Corruption, CursorLost, InvalidInput, QuireError, Unavailable
+from quire.core.errors import Corruption, CursorLost, InvalidInput, OutOfRange, QuireError
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.stream.files import StreamFiles
-from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
-from quire.stream.segment import HEADER_BYTES, RecordBlock, records_of
+from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import StreamSegment
-from quire.stream.sources import VERIFY, Lost, Piece, StreamCache, hot_source, remote_source, warm_source
+from quire.stream.sources import VERIFY, Lost, StreamCache, hot_source, remote_source, retried, warm_source
+from quire.stream.spans import RecordSpan
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
+    from quire.stream.stream import Stream
 
 BATCH_BYTES = 4 * MIB
 """Blocks are put together until a batch has so much."""
@@ -47,11 +40,11 @@ ASKS_MAX = 16
 """How often one reader asks the owner again before what it finds is an error."""
 ATTEMPTS = 5
 RETRY_SECONDS = 0.2
-"""Of reads that the object store cannot do for a while; each pause is twice as long."""
+"""The first pause between reads that the object store refuses for a while; each further one is twice as long."""
+SEGMENTS_MAX = 8_192
+"""Of one answer: about 1 MiB. Whoever wants more asks from the end of the last one on."""
 
 _HOT, _WARM, _REMOTE = 0, 1, 2
-_ANY = State(Life.SEALED, Warm.DONE, Remote.DONE, Hot.RESIDENT, Hydration.IDLE)
-"""Where the copies are is found out by looking: the owner may have moved them since."""
 
 
 class SharedSegment(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +64,10 @@ class SharedSegment(msgspec.Struct, frozen=True, array_like=True):
     key: str = ""
     """Of its object; empty if there is none."""
 
+    @property
+    def durable_bytes(self) -> int:
+        return self.stored_bytes
+
 
 class SharedStream(msgspec.Struct, frozen=True, array_like=True):
     """Segments of a stream, and where the rest is."""
@@ -87,8 +84,74 @@ class SharedStream(msgspec.Struct, frozen=True, array_like=True):
 
 
 Locate = Callable[[int, int, bool], SharedStream]
+"""Asks the owner again where records are: (start, stop, upload) → share."""
 
 
+# ── at the owner ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def share(
+    stream: Stream,
+    start: int | None,
+    stop: int | None,
+    *,
+    upload: bool = False,
+    segments_max: int = SEGMENTS_MAX,
+    store_id: str = "",
+    objects_url: str = "",
+) -> SharedStream:
+    """The segments with records of [start, stop); of everything that is retained and durable, if nothing is said.
+
+    With `upload` every record that was asked for is in an object when this returns.
+    """
+    first, end = stream.first_record, stream.end_record
+    begin, last = first if start is None else start, end if stop is None else min(stop, end)
+    if begin < first:
+        hint = f"the first one is {first}"
+        raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
+    if begin > end:
+        raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
+    if upload and begin < last:
+        _upload(stream, begin, last)
+    shared: list[SharedSegment] = []
+    for segment in stream.ledger.view:
+        if len(shared) >= min(segments_max, SEGMENTS_MAX):
+            break
+        entry = _shared(stream, segment, end)
+        if entry is not None and entry.base_record < last and entry.end_record > begin and begin < last:
+            shared.append(entry)
+    return SharedStream(store_id, stream.stream_id, stream.files.root, objects_url, first, end, tuple(shared))
+
+
+def _upload(stream: Stream, begin: int, last: int) -> None:
+    """Upload every record that was asked for, sealing the open segment first if it has some of them."""
+    view = stream.ledger.view.segments
+    if view and not view[-1].is_sealed and last > view[-1].base_record:
+        stream.seal()
+    for segment in stream.ledger.view:
+        if segment.is_sealed and not segment.is_remote and segment.base_record < last and segment.end_record > begin:
+            stream.tiers.upload(segment.segment_id)
+
+
+def _shared(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegment | None:
+    """A segment as others see it; `None` if it has nothing for them."""
+    if segment.is_going:
+        return None
+    if segment.is_sealed:
+        key = segment.key if segment.is_remote else ""
+        return SharedSegment(
+            segment.segment_id, segment.base_record, segment.end_record, segment.durable_bytes, segment.crc64,
+            segment.sealed_ms, segment.warm_bytes, key,
+        )  # fmt: skip
+    live = stream.hot.segment
+    if live is None or live.segment_id != segment.segment_id:  # it has just been sealed: the next look knows
+        return None
+    place = bisect_left(live.firsts, durable)
+    stored = live.offsets[place] if place < len(live.offsets) else live.offset
+    if durable <= segment.base_record:
+        return None
+    return SharedSegment(segment.segment_id, segment.base_record, durable, stored, 0, 0)
+
+
+# ── elsewhere ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class SharedReader:
     """Reads records of one stream."""
 
@@ -101,6 +164,7 @@ class SharedReader:
         *,
         uploads: bool = True,
     ) -> None:
+        """`uploads`: whether the owner may be asked to upload records that are only in its files."""
         self._files = files if files is not None and os.path.isdir(files.home) else None
         self._store = store
         self._stream_id = stream_id
@@ -109,26 +173,13 @@ class SharedReader:
         self._cache: StreamCache = ByteCache(CACHE_BYTES)
 
     def batches(self, segments: tuple[SharedSegment, ...], start: int, stop: int) -> Iterator[Any]:
-        """Record batches (`reading.SCHEMA`) of the records in [start, stop); `segments` have them, as far as is known."""
-        from quire.stream.arrow_batches import BATCH_ROWS  # loads Arrow; who wants pieces does without
+        """Record batches (`arrow_batches.SCHEMA`) of the records in [start, stop); `segments` have them, as far as is known."""
+        from quire.stream.arrow_batches import Batches  # loads Arrow; who wants spans does without
 
-        columns: list[Any] = []
-        begins: list[tuple[int, int]] = []
-        rows = size = 0
-        for block, body in self.pieces(segments, start, stop):
-            column, begin = _column(block, body, start, stop)
-            columns.append(column)
-            begins.append((begin, block.timestamp_ms))
-            rows += len(column)
-            size += block.body_bytes
-            if rows >= BATCH_ROWS or size >= BATCH_BYTES:
-                yield _batch(columns, begins)
-                columns, begins, rows, size = [], [], 0, 0
-        if columns:
-            yield _batch(columns, begins)
+        yield from Batches(BATCH_BYTES).of(self.spans(segments, start, stop))
 
-    def pieces(self, segments: tuple[SharedSegment, ...], position: int, stop: int) -> Iterator[Piece]:
-        """The blocks that have these records."""
+    def spans(self, segments: tuple[SharedSegment, ...], position: int, stop: int) -> Iterator[RecordSpan]:
+        """The records of [position, stop)."""
         bad: set[tuple[SharedSegment, int]] = set()
         error: QuireError = CursorLost("these records are no longer retained", start=position)
         asked = 0
@@ -139,14 +190,15 @@ class SharedReader:
                 fresh = self._ask(position, stop)
                 asked += 1
                 if (segment is not None and _holding(fresh, position) == segment) or asked > ASKS_MAX:
-                    raise error  # rule 2: nothing has moved
+                    raise error  # the owner says the same again: nothing has moved, so the copy is damaged
                 segments = fresh
                 continue
+            end = min(stop, segment.end_record)
             try:
-                for block, body in self._of_copy(segment, tier, position, min(stop, segment.end_record)):
-                    yield block, body
-                    position = block.end_record
-                if position < min(stop, segment.end_record):
+                for span in self._of_copy(segment, tier, position, end):
+                    yield span.within(position, end)
+                    position = min(span.end_record, end)
+                if position < end:
                     raise Lost(_short(segment))
             except Lost as lost:
                 bad.add((segment, tier))
@@ -169,35 +221,25 @@ class SharedReader:
         return segments
 
     def _tiers(self, segment: SharedSegment | None) -> list[int]:
-        """The order of copies to try: hot file, compressed file, object (rule 1)."""
+        """The order of copies to try. Where they are is found out by looking: the owner may have moved them since."""
         if segment is None:
             return []
         return ([_HOT, _WARM] if self._files is not None else []) + ([_REMOTE] if segment.key else [])
 
-    def _of_copy(self, shared: SharedSegment, tier: int, position: int, stop: int) -> Iterator[Piece]:
-        segment = _segment(shared)
+    def _of_copy(self, segment: SharedSegment, tier: int, position: int, stop: int) -> Iterator[RecordSpan]:
         if tier == _REMOTE:
-            source = remote_source(self._stream_id, segment, self._store(), self._cache, retried)
-            yield from source.pieces(position, stop)
+            retry = partial(retried, stream_id=self._stream_id, attempts=ATTEMPTS, pause_seconds=RETRY_SECONDS)
+            source = remote_source(self._stream_id, segment, self._store(), self._cache, retry)
+            yield from source.spans(position, stop)
             return
         assert self._files is not None
         if tier == _WARM:
             with warm_source(self._files, segment, self._cache) as warm:
-                yield from warm.pieces(position, stop)
+                yield from warm.spans(position, stop)
             return
-        with hot_source(self._files, segment, shared.stored_bytes) as hot:
+        with hot_source(self._files, segment, segment.stored_bytes) as hot:
             offset = hot.marks().with_record(position) if position > segment.base_record else HEADER_BYTES
-            yield from hot.pieces(offset, stop)
-
-
-def retried(work: Callable[[], bytes]) -> bytes:
-    """Call again what the object store cannot do for a while."""
-    for attempt in range(ATTEMPTS - 1):
-        try:
-            return work()
-        except Unavailable:
-            time.sleep(RETRY_SECONDS * 2**attempt)
-    return work()
+            yield from hot.spans(offset, stop)
 
 
 def _holding(segments: tuple[SharedSegment, ...], record: int) -> SharedSegment | None:
@@ -205,43 +247,5 @@ def _holding(segments: tuple[SharedSegment, ...], record: int) -> SharedSegment 
     return segments[place] if place >= 0 and record < segments[place].end_record else None
 
 
-def _segment(shared: SharedSegment) -> StreamSegment:
-    return StreamSegment(
-        segment_id=shared.segment_id,
-        base_record=shared.base_record,
-        end_record=shared.end_record,
-        epoch=0,
-        opened_ms=0,
-        sealed_ms=shared.sealed_ms,
-        state=_ANY,
-        durable_bytes=shared.stored_bytes,
-        crc64=shared.crc64,
-        warm_bytes=shared.warm_bytes,
-        dictionary_id=0,
-        key=shared.key,
-        etag="",
-    )
-
-
 def _short(segment: SharedSegment) -> Corruption:
     return Corruption("a segment's copy ends before its records do", hint=VERIFY, segment=segment.segment_id)
-
-
-def _column(block: RecordBlock, body: Any, start: int, stop: int) -> tuple[Any, int]:
-    """The records of a block within [start, stop), and the id of the first."""
-    begin, end = max(start, block.first_record), min(stop, block.end_record)
-    return records_of(block, body).slice(begin - block.first_record, end - begin), begin
-
-
-def _batch(columns: list[Any], begins: list[tuple[int, int]]) -> Any:
-    import numpy as np
-    import pyarrow as pa
-
-    from quire.stream.arrow_batches import SCHEMA
-
-    payload = columns[0] if len(columns) == 1 else pa.concat_arrays(columns)
-    counts = [len(column) for column in columns]
-    ids = np.arange(begins[0][0], begins[0][0] + len(payload), dtype=np.uint64)
-    stamps = np.repeat(np.array([stamp for _, stamp in begins], np.int64), counts)
-    columns_out = [pa.array(ids), pa.array(stamps).view(SCHEMA.field("timestamp").type), payload]
-    return pa.RecordBatch.from_arrays(columns_out, schema=SCHEMA)

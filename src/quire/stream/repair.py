@@ -1,24 +1,16 @@
 """Rebuilds the manifest log of a stream from everything that is left: its chunks here and in tier 2, LMDB, files, objects.
 
-Terms
-  chain      chunks that follow each other, from a snapshot or from the first one on: what a log can go on behind
-  survey     what was found, what is to be done about it, and what cannot be saved; nothing is changed by it
-  lost       records that no sound copy has any more
+A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`. What
+is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from LMDB, else
+from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it. Objects that
+neither log nor LMDB has ever known are adopted if they are sound and hold records that no other segment has. What retention
+has removed stays out. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it.
 
-Rules
-  1. A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`.
-  2. What is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from
-     LMDB, else from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it.
-     Objects that neither log nor LMDB has ever known are looked for in the bucket (`list_strays`), and adopted if
-     they are sound and hold records that no other segment has. What retention has removed stays out.
-  3. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it. Records that nothing
-     but a lost segment had are told as lost.
-  4. The log is brought up by records, in one commit, as after a time in which it was off (`mlog_modes.catch_up`). A crash
-     before it leaves a log that is behind: the stream stays closed, and the repair can be repeated.
+The log is brought up by records, in one commit. A crash before it leaves a log that is behind: the stream stays closed, and
+the repair can be repeated.
 
 Threads: one; the stream is closed meanwhile. Raises `Corruption` if there is nothing to rebuild from, and what disk, object
-store and manifest raise.
-"""
+store and manifest raise."""
 
 from __future__ import annotations
 
@@ -50,9 +42,8 @@ from quire.stream.mlog_recovery import restore_chunk
 from quire.stream.mlog_snapshot import LogSnapshot, read_snapshot
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import StreamProjection
-from quire.stream.reader import is_going
+from quire.stream.segment import Scan, scan
 from quire.stream.segment_events import bring_up, fold
-from quire.stream.segment_scan import Scan, scan
 from quire.stream.segments import StreamSegment, view_of
 from quire.stream.state import StreamState, believed_end
 from quire.stream.warm import WARM_HEADER_BYTES, WarmReader, check_header, dictionary_of
@@ -154,7 +145,7 @@ class Repair:
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def survey(self) -> StreamSurvey:
-        """What can be rebuilt (rule 1)."""
+        """What can be rebuilt."""
         survey = StreamSurvey()
         survey.known = self._survey_log(survey)
         self._survey_segments(survey)
@@ -283,7 +274,7 @@ class Repair:
             info, segment = known.get(segment_id), view.get(segment_id)
             if info is None and segment_id <= known.opened_max:
                 continue  # retired: opening decides about its files
-            if info is not None and segment is not None and is_going(segment):
+            if info is not None and segment is not None and segment.is_going:
                 survey.facts[segment_id] = facts_of(info)
                 continue
             sealed = facts_of(info) if info is not None and segment is not None and segment.is_sealed else None
@@ -343,7 +334,7 @@ class Repair:
         """A segment that log or LMDB has sealed, with the copies that are there."""
         key = sealed.key if sealed.key and self._has_object(sealed.key) else None
         size, dictionary_id = (warm[0].warm_bytes, warm[0].dictionary_id) if warm is not None else (None, 0)
-        # The log has no word for a segment that is nowhere: it is told as hot, and whoever reads it finds no file (rule 3).
+        # The log has no word for a segment that is nowhere: it is told as hot, and whoever reads it finds no file.
         is_hot = hot is not None or (key is None and warm is None)
         etag = sealed.etag if key else ""
         return replace(sealed, hot=is_hot, warm_bytes=size, dictionary_id=dictionary_id, key=key, etag=etag)

@@ -1,37 +1,30 @@
-"""The bytes of a stream's segment: one header, then blocks of records.
+"""The bytes of a stream's segment: one header, then blocks of records; and scanning a segment for what it holds.
 
-Terms
-  record     opaque bytes with an id; ids rise by one, through blocks and from each segment to the next
-  block      records that were appended together: a head of 64 bytes, then the body, `count + 1` offsets and the payloads,
-             which is how Arrow lays out a binary column. Its records share one timestamp
-  commit     the last block of an append; an append of more than one block is there whole or not at all
-  cut        where a segment ends: behind its last commit. What lies behind it means nothing
-  salt       64 random bits, new in each life of a file
-  seed       of a block: the header's crc64 xor the block's offset in the file. The checksum of the head starts from it
+A block is records that were appended together: a head of 64 bytes, then the body, `count + 1` offsets and the payloads, which
+is how Arrow lays out a binary column. Its records share one timestamp; ids rise by one, through blocks and from each segment
+to the next. The last block of an append is a commit: an append of more than one block is there whole or not at all. Blocks
+begin at multiples of 64, so that those behind damage are found. The seed of a block is the header's crc64, which covers a
+salt that is new in each life of a file, xor the block's offset: the head's checksum starts from it, and says that the block
+belongs in this place of this file. `durable_upto` is the id behind the last record that had been synced when the block was
+written (S4).
 
-Rules
-  1. Little-endian. A block begins at a multiple of 64 and takes a multiple of 64 bytes, so that those behind damage are found.
-  2. The header's crc64 covers stream, segment, salt and first record; the head's, through the seed, says that the block belongs
-     in this place of this life of this file, and covers the body's checksum.
-  3. `durable_upto` is the id behind the last record that had been synced when the block was written (S4): it never exceeds the
-     block's own first record.
-  4. Timestamps never fall from block to block, whatever the clock does.
-  5. Arrow and numpy are loaded by the functions that are about columns, and by nothing else: a command that appends a record
-     is over before they would be there.
+A segment is cut behind its last commit before the first bad block; what is behind is given up. A bad block at or below
+`durable_upto`, as the caller knows it or as any valid block behind it says, is not a torn end but `Corruption`.
 
-Pure functions and values, any thread, no input or output. Format page: `docs/formats/stream-segment.md`.
-Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for what cannot be encoded.
-"""
+Little-endian. Pure functions and values, any thread; importable on executors; Arrow is loaded by the functions that are about
+columns only. Format page: `docs/formats/stream-segment.md`.
+Raises `Corruption`, `FormatTooNew`; `OutOfRange`, `InvalidInput` for what cannot be encoded."""
 
 from __future__ import annotations
 
 import struct
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput
 from quire.core.ids import u64
@@ -60,7 +53,7 @@ BLOCK_HEAD_BYTES = 64
 CHECKED_BYTES = 56
 """Of a header or a head: what its crc64 covers."""
 ALIGN = 64
-"""Of blocks in the file (rule 1)."""
+"""Of blocks in the file."""
 BODY_ALIGN = 8
 """Of the payloads in a body."""
 PADDING = tuple(map(bytes, range(ALIGN)))
@@ -77,8 +70,6 @@ BLOCK_RECORDS_MAX = 65_536
 """Records in a block: bounds what one read brings into memory as objects."""
 JOIN_BYTES = 4 * KIB
 """Of blocks from this size on the body's checksum goes into the segment's; of shorter ones all bytes are quicker."""
-RECORD_BYTES_MAX = 64 * MIB
-"""A record is one piece in memory several times, and one object-store range."""
 
 assert HEADER.size == HEADER_BYTES
 assert BLOCK.size == BLOCK_HEAD_BYTES
@@ -146,7 +137,7 @@ class RecordBlock(NamedTuple):
         return bool(self.flags & COMMIT)
 
 
-class BlockPlace(NamedTuple):
+class NextBlock(NamedTuple):
     """Where a block goes, and what it says of the file around it."""
 
     offset: int
@@ -157,8 +148,6 @@ class BlockPlace(NamedTuple):
 
 FEW_OFFSETS = 64
 """Up to so many records of a block are looked at without numpy: calling it costs as much as this."""
-EARLY_OFFSETS = 4096
-"""Up to so many while nobody has loaded numpy: that takes longer than many such blocks."""
 
 
 def aligned(number: int, step: int) -> int:
@@ -195,7 +184,7 @@ def body_of_arrow(column: pa.Array) -> Body:
     table = memoryview(offsets).cast("B")[start : start + 4 * count + 4]
     first, last = LAST.unpack_from(table)[0], LAST.unpack_from(table, 4 * count)[0]
     if first:
-        import numpy as np
+        import numpy as np  # light commands load this module, and must not wait for numpy
 
         table = (np.frombuffer(table, np.int32) - np.int32(first)).view(np.uint8).data
     padding = PADDING[-len(table) % BODY_ALIGN]
@@ -204,7 +193,7 @@ def body_of_arrow(column: pa.Array) -> Body:
     return Body((table, padding, payload), size, count, BLOCK_HEAD_BYTES + size + -size % ALIGN)
 
 
-def encode_into(out: memoryview, seed: int, place: BlockPlace, body: Body, *, is_commit: bool, running: int = 0) -> int:
+def encode_into(out: memoryview, seed: int, place: NextBlock, body: Body, *, is_commit: bool, running: int = 0) -> int:
     """Put a block into `out`, as it stands in the file and padded to the next one; the crc64 `running` carried on over it.
 
     `seed` is the header's crc64. The body is copied once, and checked as it was copied: what somebody does to a column
@@ -272,10 +261,10 @@ def is_body_good(block: RecordBlock, body: Bytes) -> bool:
 
 def _are_rising(body: Bytes, count: int) -> bool:
     """Whether offsets begin at 0 and never fall: Arrow reads wherever they point, and a checksum proves no sense."""
-    if count <= FEW_OFFSETS or (count <= EARLY_OFFSETS and "numpy" not in sys.modules):
+    if count <= FEW_OFFSETS:
         offsets = list(struct.unpack_from(f"<{count + 1}i", body))
         return offsets[0] == 0 and offsets == sorted(offsets)
-    import numpy as np  # who reads as many loads it in any case
+    import numpy as np
 
     table = np.frombuffer(body, "<i4", count + 1)
     return bool(table[0] == 0 and (table[1:] >= table[:-1]).all())
@@ -288,8 +277,118 @@ def table_bytes(count: int) -> int:
 
 def records_of(block: RecordBlock, body: Bytes) -> pa.Array:
     """The records of a checked block as a binary column over the same bytes."""
-    import pyarrow as pa  # rule 5
+    import pyarrow as pa
 
     whole = pa.py_buffer(body)
     start = table_bytes(block.records)
     return pa.Array.from_buffers(pa.binary(), block.records, [None, whole, whole.slice(start)])
+
+
+# ── scanning ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+WINDOW_BYTES = MIB
+"""What is looked through at once."""
+_MARK = MARK.to_bytes(4, "little")
+_ZEROS = bytes(WINDOW_BYTES)
+
+assert WINDOW_BYTES % ALIGN == 0
+
+
+class Scan(msgspec.Struct, frozen=True):
+    """The verdict on one segment."""
+
+    header: StreamSegmentHeader
+    blocks: tuple[RecordBlock, ...]
+    """Every block up to the cut."""
+    cut: int
+    """Where the segment ends, in bytes."""
+    end_record: int
+    """The id behind the last record."""
+    torn_bytes: int
+    """Bytes behind the cut that look as if something was being written there."""
+
+    @property
+    def last_ms(self) -> int:
+        """The newest timestamp; 0 if there is none."""
+        return self.blocks[-1].timestamp_ms if self.blocks else 0
+
+
+def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
+    """Read a segment from its first byte. `durable_upto`: the id behind the last record known to have been synced."""
+    header = StreamSegmentHeader.decode(raw, path=path)
+    blocks: list[RecordBlock] = []
+    committed = 0
+    expected, stamp = header.base_record, 0
+    offset = HEADER_BYTES
+    while (block := _next(raw, header, offset, expected, stamp)) is not None:
+        blocks.append(block)
+        offset, expected, stamp = block.end, block.end_record, block.timestamp_ms
+        if block.is_commit:
+            committed = len(blocks)
+    kept = blocks[:committed]
+    promised = max([durable_upto, *(block.durable_upto for block in _behind(raw, header, offset))])
+    if promised > expected:
+        raise Corruption(
+            "a stream's segment is damaged",
+            hint="`quire stream verify` shows what is lost",
+            path=path,
+            segment=header.segment_id,
+            offset=offset,
+            record=expected,
+            durable_upto=promised,
+        )
+    cut = kept[-1].end if kept else HEADER_BYTES
+    end_record = kept[-1].end_record if kept else header.base_record
+    return Scan(header, tuple(kept), cut, end_record, _written(raw, cut))
+
+
+def sealed_blocks(raw: Bytes, durable_bytes: int, *, path: str = "") -> Scan:
+    """The same of a sealed segment, all of which was synced: anything but its full length is `Corruption`."""
+    result = scan(memoryview(raw)[:durable_bytes], path=path)
+    if result.cut != durable_bytes:
+        raise Corruption(
+            "a sealed segment ends too early",
+            hint="`quire stream verify` shows what is lost",
+            path=path,
+            segment=result.header.segment_id,
+            offset=result.cut,
+            record=result.end_record,
+            durable_bytes=durable_bytes,
+        )
+    return result
+
+
+def _next(raw: Bytes, header: StreamSegmentHeader, offset: int, expected: int, stamp: int) -> RecordBlock | None:
+    """The block at `offset`, if it is good."""
+    block = decode_head(raw, offset, header.crc64)
+    if block is None or block.first_record != expected or not block.records or block.timestamp_ms < stamp:
+        return None
+    start = offset + BLOCK_HEAD_BYTES
+    return block if is_body_good(block, memoryview(raw)[start : start + block.body_bytes]) else None
+
+
+def _behind(raw: Bytes, header: StreamSegmentHeader, offset: int) -> Iterator[RecordBlock]:
+    """Valid heads behind a bad block: they know what had been synced."""
+    view = memoryview(raw)
+    for start in range(offset, len(raw), WINDOW_BYTES):
+        window = view[start : start + WINDOW_BYTES].tobytes()
+        place = -1 if _is_blank(window) else window.find(_MARK)
+        while place >= 0:
+            if place % ALIGN == 0 and (block := decode_head(raw, start + place, header.crc64)) is not None:
+                yield block
+            place = window.find(_MARK, (place // ALIGN + 1) * ALIGN)
+
+
+def _written(raw: Bytes, cut: int) -> int:
+    """How many bytes from the cut on are not zero-fill."""
+    view = memoryview(raw)[cut:]
+    for end in range(len(view), 0, -WINDOW_BYTES):
+        start = max(end - WINDOW_BYTES, 0)
+        window = view[start:end].tobytes()
+        if not _is_blank(window):
+            return start + len(window.rstrip(b"\0"))
+    return 0
+
+
+def _is_blank(window: bytes) -> bool:
+    """Most of what is behind a cut is zeros, and this is the quickest way to see it."""
+    return window == _ZEROS[: len(window)]

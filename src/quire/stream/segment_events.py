@@ -1,23 +1,17 @@
-"""Tells what happens to a stream's segments: to the manifest log first, to LMDB second, and to readers by a new view.
+"""Records what happens to a stream's segments: in the manifest log first, in LMDB second, and for readers by a new view.
 
-Terms
-  truth   the index that counts: the log's own in mode `on`; in modes `shadow` and `off` one in memory, which LMDB and the
-          directories can rebuild
+The truth is the index that counts: the log's own in mode `on`; in modes `shadow` and `off` one in memory, which LMDB and the
+directories can rebuild. A step is checked against the transition table, logged and synced before anything depends on it (S1).
+In mode `on` LMDB follows when somebody calls `project`; otherwise it follows at once, because it is what the next opening
+believes.
 
-Rules
-  1. A step is checked against the transition table, logged and synced before anything depends on it (S1).
-  2. In mode `on` LMDB follows when somebody calls `project`: it can be folded again at any time. Otherwise it follows at
-     once, because it is what the next opening believes.
-  3. In `shadow` the log is written beside, and stops nothing: a step that it does not allow is told and counted; one that
-     cannot be written, for whatever reason, ends the shadow for a while (`AbsentLog`), which all segments differ from then.
-  4. A shadow is compared with LMDB by every round of upkeep that follows a step, and every `WATCH_SECONDS` without one.
-  5. Switching to a mode in which the log is written first brings the log up to the truth, by records. The mode is remembered
-     on disk before the log falls behind, and after it has caught up.
-  6. LMDB has no word for a segment that is going, its object queued for deletion. While the log is not believed, that is
-     remembered beside the mode, before anybody sees it: what was retired does not come back.
+A shadow is written beside and stops nothing: a step that it does not allow is reported and counted; one that cannot be
+written ends the shadow for a while (`AbsentLog`). Switching to a mode in which the log is written first brings the log up to
+the truth, by records; the mode is remembered on disk before the log falls behind, and after it has caught up. LMDB has no
+word for a segment that is going, its object queued for deletion: while the log is not believed, that is remembered beside the
+mode.
 
-Threads: any; one lock. Raises `IllegalTransition`, `StoreUnusable`, and what log and manifest raise.
-"""
+Threads: any; one lock. Raises `IllegalTransition`, `StoreUnusable`, and what log and manifest raise."""
 
 from __future__ import annotations
 
@@ -27,13 +21,16 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
+
 from quire.core.errors import IllegalTransition, QuireError, StoreFenced
 from quire.core.events import emit, listening
 from quire.stream.files import StreamClock
+from quire.stream.metrics import LogFigures
 from quire.stream.mlog_format import encode_record
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import AbsentLog, ManifestLog
-from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
+from quire.stream.mlog_modes import Divergence, Mode, SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import LogPosition
 from quire.stream.mlog_records import (
     CustomEvent,
@@ -52,6 +49,8 @@ from quire.stream.mlog_states import STATES, Remote
 from quire.stream.projection import StreamProjection
 from quire.stream.segments import SegmentList, StreamSegment, view_of
 
+WARNINGS_MAX = 16
+"""Divergent segments that one comparison warns about; the figure counts all."""
 WATCH_SECONDS = 60.0
 """Somebody else may have written into the log, or into LMDB."""
 
@@ -75,7 +74,6 @@ class Ledger:
         reopen: Callable[[], ManifestLog],
     ) -> None:
         # constant after construction
-        self.gated = GatedLog(log, mode)
         self.projection = projection
         self._clock = clock
         self._remember = remember
@@ -84,9 +82,13 @@ class Ledger:
         """Called after every step; set once, by the stream."""
         # guarded by _lock
         self._lock = threading.RLock()
+        self.log = log
+        self.mode = mode
         self._own = own
         self._behind: set[int] = set()
         """Segments whose rows are to be folded again."""
+        self._divergent: frozenset[int] = frozenset()
+        """Segments of which log and LMDB differed at the last comparison since the last switch."""
         self.shadow_refused = 0
         """Steps that the log did not allow while it was a shadow."""
         self._watched = (-1, -1)
@@ -96,21 +98,13 @@ class Ledger:
         self.view: SegmentList = view_of(self.index)
 
     @property
-    def log(self) -> ManifestLog:
-        return self.gated.log
-
-    @property
     def index(self) -> ManifestIndex:
         """The truth."""
         return self.log.index if self._own is None else self._own
 
-    @property
-    def mode(self) -> Mode:
-        return self.gated.mode
-
     # ── telling ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def tell(self, *steps: Step) -> None:
-        """Make steps, together and durably (rule 1)."""
+        """Make steps, together and durably."""
         with self._lock:
             places: list[LogPosition | None] = []
             for step in steps:
@@ -137,8 +131,8 @@ class Ledger:
         self.guarded(self.log.reserve)
 
     def guarded(self, step: Callable[[], Done]) -> Done | None:
-        """Have the log do something. Off: nothing is done. A shadow that fails is left (rule 3), and what it did is `None`."""
-        if self.mode is Mode.OFF:
+        """Have the log do something, unless it is absent. A shadow that fails is left, and what it did is `None`."""
+        if isinstance(self.log, AbsentLog):
             return None
         try:
             return step()
@@ -175,7 +169,7 @@ class Ledger:
             except Exception as error:  # what it held is not believed
                 emit("warning", "stream.mlog.left", stream=log.files.stream_id, error=str(error))
                 log.abandon()
-            self.gated.log = AbsentLog(log.files, log.objects, self._clock, self._reopen)
+            self.log = AbsentLog(log.files, log.objects, self._clock, self._reopen)
 
     def _tell(self, value: Payload, segment_id: int, offset: int) -> LogPosition | None:
         """Where in the log the step stands, if it does."""
@@ -186,8 +180,8 @@ class Ledger:
         if isinstance(self.log, AbsentLog):
             return None
         try:
-            return self.gated.append(value, segment_id, logical_offset=offset)
-        except IllegalTransition as error:  # rule 3
+            return self.log.append(value, segment_id, logical_offset=offset)
+        except IllegalTransition as error:  # a shadow stops nothing
             self.shadow_refused += 1
             emit("warning", "stream.mlog.shadow_refused", stream=self.log.files.stream_id, error=str(error))
         except StoreFenced:
@@ -227,12 +221,12 @@ class Ledger:
             return self.projection.fold(self.view)
 
     def going(self) -> list[int]:
-        """Segments that retention has begun to take, by the truth (rule 6)."""
+        """Segments that retention has begun to take, by the truth."""
         return going(self.index)
 
     # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def switch(self, mode: Mode) -> None:
-        """Change the mode, now (rule 5)."""
+        """Change the mode, now."""
         with self._lock:
             if mode is self.mode:
                 return
@@ -245,7 +239,9 @@ class Ledger:
                 self._bring_up()
             if mode is Mode.SHADOW:
                 self._remember(mode, self.going())
-            self.gated.switch(mode)
+            former, self.mode = self.mode, mode
+            self._divergent = frozenset()
+            emit("info", "stream.mlog.mode", stream=self.log.files.stream_id, former=former.value, mode=mode.value)
             if mode is Mode.OFF:
                 self.leave_log()
             if mode is Mode.ON:
@@ -264,9 +260,9 @@ class Ledger:
             try:
                 log = absent.open_again()
             except BaseException:
-                self.gated.log = AbsentLog(absent.files, absent.objects, self._clock, self._reopen)
+                self.log = AbsentLog(absent.files, absent.objects, self._clock, self._reopen)
                 raise
-            self.gated.log = log
+            self.log = log
         bring_up(self.log, self._own)
 
     def _remembered(self) -> Mode:
@@ -281,10 +277,24 @@ class Ledger:
             is_open = {segment_id: facts for segment_id, facts in known.items() if not facts.sealed}
             if self.mode is Mode.ON:
                 self._project()
-            return self.gated.compare({**self.projection.facts(etags), **is_open})
+            divergences = compare(self.log.index, {**self.projection.facts(etags), **is_open})
+            known_before, self._divergent = self._divergent, frozenset(step.segment_id for step in divergences)
+            for segment_id in sorted(self._divergent - known_before)[
+                :WARNINGS_MAX
+            ]:  # each once, when it begins to differ
+                emit("warning", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=segment_id)
+            return divergences
+
+    def figures(self) -> LogFigures:
+        """The manifest log's figures, by the design document's names."""
+        return msgspec.structs.replace(
+            self.log.figures(),
+            manifest_shadow_divergence=len(self._divergent),
+            manifest_segments_needing_repair=len(self.index.needs_repair),
+        )
 
     def watch(self) -> None:
-        """Compare if the log is a shadow, and it is time to (rule 4)."""
+        """Compare if the log is a shadow, and it is time to."""
         with self._lock:
             if self.mode is not Mode.SHADOW:
                 return

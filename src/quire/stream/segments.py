@@ -1,17 +1,9 @@
 """The segments of a stream as readers and movers see them: immutable values, looked up by record.
 
-Terms
-  segment   one `StreamSegment`: which records it has, where its copies are
-  view      all of them at one moment, in the order of their records
+Everything is derived from the index of the manifest log. A view, all segments at one moment in the order of their records, is
+replaced, never changed. A segment whose copies moved is another value, which is how a reader that lost a race knows it.
 
-Rules
-  1. Everything here is derived from the index of the manifest log, which alone is changed (`segment_events.py`).
-  2. A view is replaced, never changed: whoever holds one sees one moment. A segment whose copies moved is another value, which
-     is how a reader that lost a race knows that it lost one.
-  3. Segments have consecutive records: each begins where the one before ends.
-
-Threads: any; views are swapped whole. Importable on executors.
-"""
+Threads: any; views are swapped whole. Importable on executors."""
 
 from __future__ import annotations
 
@@ -69,6 +61,11 @@ class StreamSegment(msgspec.Struct, frozen=True, kw_only=True):
         return self.state.remote is Remote.DONE
 
     @property
+    def is_going(self) -> bool:
+        """Whether retention has begun to take it."""
+        return self.state.remote in (Remote.DELETING, Remote.DELETED)
+
+    @property
     def records(self) -> int:
         return max(self.end_record - self.base_record, 0)
 
@@ -118,9 +115,8 @@ def view_of(index: ManifestIndex, before: SegmentList = EMPTY, changed: frozense
     ]
     for place, (segment, following) in enumerate(pairwise(segments)):
         if segment.is_sealed and segment.end_record != following.base_record:
-            segments[place] = msgspec.structs.replace(
-                segment, end_record=following.base_record
-            )  # rule 3: a record of `catch_up` cannot say it
+            # Each begins where the one before ends; a record of `catch_up` cannot say where that is.
+            segments[place] = msgspec.structs.replace(segment, end_record=following.base_record)
     return SegmentList(tuple(segments), tuple(segment.base_record for segment in segments))
 
 

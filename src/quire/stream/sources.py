@@ -1,60 +1,47 @@
-"""Blocks of one segment from one of its copies: the file as it was written, the compressed file, the object.
+"""Records of one segment from one of its copies: the file as it was written, the compressed file, the object.
 
-Terms
-  piece   a block and its body, checked
-  lost    the copy is not there, or not that of this segment: it may have moved on while it was read
-
-Rules
-  1. What is yielded is what was written: head and body are checked against the segment's own header, whose salt is new in
-     each life of a file. A file that became another segment's cannot pass.
-  2. A compressed copy must say that it is of this segment: its ids, and the checksum that the segment was sealed with.
-  3. Bytes are read before they are checked and never again: nothing that happens to the file later changes them.
+What is yielded is what was written: blocks are checked against the segment's own header, whose salt is new in each life of a
+file, so that a file that became another segment's cannot pass; a compressed copy must have the checksum that the segment was
+sealed with. Bytes are read before they are checked and never again.
 
 Threads: a source belongs to one reader; what is cached is immutable or has its own lock. Importable on executors.
-Raises `Lost`, with the error that it is if nothing has moved.
-"""
+Raises `Lost`, with the error that it is if nothing has moved."""
 
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from quire.core.cache import ByteCache
 from quire.core.checked_read import checked_read
-from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
+from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError, Unavailable
+from quire.core.events import emit
 from quire.core.limits import KIB
-from quire.durable.checksums import Bytes
 from quire.durable.files import File
 from quire.durable.names import Tier
 from quire.stream.files import StreamFiles
-from quire.stream.segment import (
-    BLOCK_HEAD_BYTES,
-    HEADER_BYTES,
-    RecordBlock,
-    StreamSegmentHeader,
-    decode_head,
-    is_body_good,
-)
-from quire.stream.segments import StreamSegment
+from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, StreamSegmentHeader, decode_head
 from quire.stream.spans import RecordSpan, spans_of
 from quire.stream.warm import WarmReader
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
+    from quire.stream.remote_read import SharedSegment
+    from quire.stream.segments import StreamSegment
 
 WINDOW_BYTES = 512 * KIB
 """What one read of a file fetches at most, unless a block is larger: small enough for a processor's cache."""
 FIRST_WINDOW_BYTES = 128 * KIB
 """The same of the first one: a read of one record does not wait for more."""
 
-T = TypeVar("T")
-Piece = tuple[RecordBlock, Bytes]
-Retry = Callable[[Callable[[], T]], T]
+Retry = Callable[[Callable[[], bytes]], bytes]
 """Calls again what fails for a while."""
+Segment: TypeAlias = "StreamSegment | SharedSegment"
 
 StreamCache = ByteCache[Hashable, Any]
 """Of all streams of a store: frames, spans, marks and open objects, by keys that begin with the stream's number."""
@@ -91,7 +78,7 @@ class Marks(NamedTuple):
 class HotSource:
     """The file of a segment as it was written. `end`: where its blocks end, `durable_bytes` if it is sealed."""
 
-    def __init__(self, files: StreamFiles, segment: StreamSegment, file: File, end: int) -> None:
+    def __init__(self, files: StreamFiles, segment: Segment, file: File, end: int) -> None:
         self._segment = segment
         self._file = file
         self._end = end
@@ -130,32 +117,6 @@ class HotSource:
             offset = block.end
         return marks
 
-    def pieces(self, offset: int, stop: int) -> Iterator[Piece]:
-        """Blocks from an offset on, up to the one that has the record before `stop`."""
-        want = WINDOW_BYTES
-        while offset < self._end:
-            raw = memoryview(self._file.read_at(min(want, self._end - offset), offset))
-            at, want = 0, WINDOW_BYTES
-            while at + BLOCK_HEAD_BYTES <= len(raw):
-                block = decode_head(raw, offset + at, self._seed, at=at)
-                if block is None:
-                    raise Lost(self._damaged("a block differs from what was written", offset + at))
-                start = at + BLOCK_HEAD_BYTES
-                if start + block.body_bytes > len(raw):
-                    if not at:
-                        want = BLOCK_HEAD_BYTES + block.body_bytes
-                    break
-                body = raw[start : start + block.body_bytes]
-                if not is_body_good(block, body):
-                    raise Lost(self._damaged("the records of a block differ from what was written", offset + at))
-                yield block, body
-                if block.end_record >= stop:
-                    return
-                at = block.end - offset
-            if not at and want <= len(raw):
-                raise Lost(self._damaged("it ends within a block", offset))
-            offset += at
-
     def spans(self, offset: int, stop: int) -> Iterator[RecordSpan]:
         """Records from an offset on, up to the one before `stop`, of many small blocks together."""
         want = FIRST_WINDOW_BYTES
@@ -177,7 +138,7 @@ class HotSource:
 
 
 @contextmanager
-def hot_source(files: StreamFiles, segment: StreamSegment, end: int) -> Iterator[HotSource]:
+def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSource]:
     """The file of a segment, opened."""
     path = files.segment(Tier.HOT, segment.segment_id)
     try:
@@ -198,7 +159,7 @@ class WarmSource:
     def __init__(
         self,
         stream_id: int,
-        segment: StreamSegment,
+        segment: Segment,
         reader: WarmReader,
         cache: StreamCache,
         *,
@@ -220,62 +181,20 @@ class WarmSource:
                 )
             )
 
-    def _frame(self, number: int) -> list[Piece]:
-        key = (self._stream_id, self._segment.segment_id, number)
-        pieces: list[Piece] | None = self._cache.get(key)
-        if pieces is None:
-            try:
-                pieces, size = checked_read(lambda: self._read_frame(number))
-            except (Corruption, ObjectNotFound, OutOfRange) as error:
-                raise Lost(error) from error
-            self._cache.put(key, pieces, size)
-        return pieces
-
-    def _read_frame(self, number: int) -> tuple[list[Piece], int]:
-        """The blocks of a frame, checked, and their bytes."""
-        with self._lock:
-            raw, blocks = self.reader.blocks(number)
-        view, pieces = memoryview(raw), list[Piece]()
-        for block in blocks:
-            start = block.offset + BLOCK_HEAD_BYTES
-            body = view[start : start + block.body_bytes]
-            if not is_body_good(block, body):
-                raise self._damaged(number)
-            pieces.append((block, body))
-        return pieces, len(raw)
-
-    def _damaged(self, frame: int) -> Corruption:
-        where = {"path": self.reader.path, "segment": self._segment.segment_id, "frame": frame}
-        return Corruption("a compressed segment's block is damaged", hint=VERIFY, **where)
-
-    def pieces(self, record: int, stop: int) -> Iterator[Piece]:
-        """Blocks from the one that has a record up to the one that has the record before `stop`."""
-        for number in range(self.reader.frame_with(record), self.reader.frames):
-            for block, body in self._frame(number):
-                if block.end_record > record:
-                    yield block, body
-                if block.end_record >= stop:
-                    return
-
     def _frame_spans(self, number: int) -> list[RecordSpan]:
-        key = (self._stream_id, self._segment.segment_id, number, "spans")
+        key = (self._stream_id, self._segment.segment_id, number)
         spans: list[RecordSpan] | None = self._cache.get(key)
         if spans is None:
             try:
-                spans, size = checked_read(lambda: self._read_spans(number))
+                spans = checked_read(lambda: self._read_spans(number))
             except (Corruption, ObjectNotFound, OutOfRange) as error:
                 raise Lost(error) from error
-            self._cache.put(key, spans, size)
+            self._cache.put(key, spans, self.reader.frame(number).raw_bytes)
         return spans
 
-    def _read_spans(self, number: int) -> tuple[list[RecordSpan], int]:
-        """The spans of a frame, checked, and their bytes."""
+    def _read_spans(self, number: int) -> list[RecordSpan]:
         with self._lock:
-            raw, row, seed = self.reader.raw(number), self.reader.frame(number), self.reader.header().crc64
-        got = spans_of(memoryview(raw), row.raw_offset, seed, at=HEADER_BYTES if row.raw_offset == 0 else 0)
-        if got.used_bytes != len(raw):
-            raise self._damaged(number)
-        return got.spans, len(raw)
+            return self.reader.spans(number)
 
     def spans(self, record: int, stop: int) -> Iterator[RecordSpan]:
         """Records from a record's block on, up to the one before `stop`, of many small blocks together."""
@@ -296,7 +215,7 @@ class WarmSource:
 
 
 @contextmanager
-def warm_source(files: StreamFiles, segment: StreamSegment, cache: StreamCache) -> Iterator[WarmSource]:
+def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Iterator[WarmSource]:
     """The compressed file of a segment, opened."""
     path = files.segment(Tier.WARM, segment.segment_id)
     try:
@@ -316,9 +235,7 @@ def warm_source(files: StreamFiles, segment: StreamSegment, cache: StreamCache) 
         file.close()
 
 
-def remote_source(
-    stream_id: int, segment: StreamSegment, store: ObjectStore, cache: StreamCache, retry: Retry[bytes]
-) -> WarmSource:
+def remote_source(stream_id: int, segment: Segment, store: ObjectStore, cache: StreamCache, retry: Retry) -> WarmSource:
     """The object of a segment: its table is fetched once and kept, frames when they are wanted."""
     kept = (stream_id, segment.segment_id, segment.key)
     opened: tuple[WarmReader, threading.Lock] | None = cache.get(kept)
@@ -339,11 +256,23 @@ def remote_source(
     return WarmSource(stream_id, segment, opened[0], cache, lock=opened[1])
 
 
+def retried(work: Callable[[], bytes], *, stream_id: int, attempts: int, pause_seconds: float) -> bytes:
+    """Call again what the object store cannot do for a while; each pause is twice as long as the one before."""
+    for _ in range(attempts - 1):
+        try:
+            return work()
+        except Unavailable as error:
+            emit("info", "stream.read_retried", stream=stream_id, seconds=pause_seconds, error=str(error))
+        time.sleep(pause_seconds)
+        pause_seconds *= 2
+    return work()
+
+
 def _size_of(store: ObjectStore, key: str) -> bytes:
     return store.head(key).size_bytes.to_bytes(8, "little")
 
 
-def _remote_error(error: QuireError, segment: StreamSegment) -> QuireError:
+def _remote_error(error: QuireError, segment: Segment) -> QuireError:
     if isinstance(error, OutOfRange):
         return Corruption("a segment's object is too short", hint=VERIFY, segment=segment.segment_id, key=segment.key)
     if isinstance(error, ObjectNotFound):

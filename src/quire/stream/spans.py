@@ -1,27 +1,18 @@
 """Records of many blocks at once: what a read gives on, whether blocks are large or hold one record each.
 
-Terms
-  span    consecutive records with ids, one timestamp for all or one for each, and their payloads as a column
-  plain   a column without Arrow, of one block
-  small   blocks so short that their heads cost more than their bodies: groups of a few records, each with its own commit
+A span is consecutive records with ids, one timestamp for all or one for each, and their payloads as a column. Every block of
+it is checked. Large blocks, and a few small ones, are spans of their own over the bytes as they were read; many small ones
+are put together, which copies their payloads. Arrow takes 200 ms to load, and then gives out records five times as fast: so
+the first `EARLY_RECORDS` records of a process are taken out of plain columns; after those, or when a batch is asked for,
+Arrow is loaded and used for everything.
 
-Rules
-  1. Every block of a span is checked as `decode_head` and `is_body_good` check one: its head in this place of this file, its
-     body's checksum, its table of offsets. Ids go on from block to block without a gap.
-  2. Large blocks, and a few small ones, are spans of their own over the bytes as they were read: nothing is copied. Many small
-     ones are put together, which copies their payloads; no step is taken per record.
-  3. What cannot be checked is not given on: the blocks before it are, and where it begins is told (`bad_at`).
-  4. Arrow and numpy take 200 ms to load, and then give out records five times as fast. So the first records of a process are
-     taken out of plain columns; with the one that is one too many (`EARLY_RECORDS`), or when a batch is asked for, Arrow is
-     loaded, and from then on used for everything.
-
-Pure functions and values, any thread; importable on executors. Format page: `docs/formats/stream-segment.md`.
-"""
+Pure functions and values, any thread; importable on executors. Format page: `docs/formats/stream-segment.md`."""
 
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import count, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.limits import KIB
@@ -50,7 +41,7 @@ FEW_BLOCKS = 16
 """Fewer than this are taken one by one: putting them together has a price of its own, and a tail reads one at a time."""
 
 EARLY_RECORDS = 1024
-"""Taken out of plain columns before Arrow is loaded (rule 4): 0.2 ms of them."""
+"""Taken out of plain columns before Arrow is loaded (0.2 ms of them."""
 
 _early_records = 0
 """Taken out so far; more than `EARLY_RECORDS` once Arrow is there. Threads may count a little wrong together."""
@@ -75,7 +66,7 @@ class Plain:
         return Plain(self._block, self._body, self._at + at, count)
 
     def to_pylist(self) -> list[bytes]:
-        """The records (rule 4)."""
+        """The records."""
         global _early_records
         _early_records += self._count
         if _early_records > EARLY_RECORDS:
@@ -90,6 +81,14 @@ class Plain:
         global _early_records
         _early_records = EARLY_RECORDS + 1
         return records_of(self._block, self._body).slice(self._at, self._count)
+
+
+class StreamRecord(NamedTuple):
+    """One record of a stream."""
+
+    id: int
+    timestamp_ms: int
+    payload: bytes
 
 
 class RecordSpan(NamedTuple):
@@ -126,6 +125,12 @@ class RecordSpan(NamedTuple):
             self.column.slice(at, count),
             self.size_bytes,
         )
+
+    def records(self) -> Iterator[StreamRecord]:
+        """One by one."""
+        stamps = self.timestamp_ms
+        stamp_each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
+        return map(StreamRecord, count(self.first_record), stamp_each, self.column.to_pylist())
 
     def first_at(self, timestamp_ms: int) -> int | None:
         """The first record that is not before a moment."""
@@ -192,7 +197,7 @@ def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[i
 
 
 def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[list[RecordSpan], int | None]:
-    """Each block as it is (rule 2); and where the first bad one is."""
+    """Each block as it is; and where the first bad one is."""
     column = records_of if _early_records > EARLY_RECORDS else Plain
     spans: list[RecordSpan] = []
     expected: int | None = None
@@ -213,7 +218,7 @@ def _small(
     raw: memoryview, offset: int, seed: int, starts: list[int], bodies: list[int]
 ) -> tuple[list[RecordSpan], int | None]:
     """All blocks as one span; and where the first bad one is."""
-    import numpy as np  # rule 4
+    import numpy as np  # light commands load this module, and must not wait for numpy
 
     at = np.array(starts, np.int64)
     lines = np.frombuffer(raw, np.uint8, len(raw) // ALIGN * ALIGN).reshape(-1, ALIGN)

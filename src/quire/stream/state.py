@@ -1,20 +1,12 @@
 """What a stream remembers beside its log: its consumers, its retention, the mode in which it was last open, and where its log
 went on when the store was taken over.
 
-Terms
-  consumer   a name with a position: the id of the first record that it has not read
-  retention  what may go: by age, by bytes, because every consumer has read it
+The file is replaced whole and ends with a checksum: nothing is retired by a retention or a position that is not the one that
+was written. Positions of consumers only rise. What some consumer has not read stays, whatever age and bytes say; one that has
+been silent for `hold_seconds` holds nothing any more, so that a dead one does not fill the disk. Every `ack` breaks the
+silence.
 
-Rules
-  1. The file is replaced whole; what `ack` returned from survives.
-  2. Positions only rise. A consumer is made where it is told to begin, and gone when it is dropped.
-  3. What some consumer has not read stays, whatever age and bytes say; one that has been silent for `hold_seconds` holds
-     nothing any more, so that a dead one does not fill the disk. Every `ack` breaks the silence, also one that moves nothing.
-  4. Only the oldest segments go, and never the open one.
-  5. The file ends with a checksum: nothing is retired by a retention or a position that is not the one that was written.
-
-Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `InvalidInput`, `Corruption`.
-"""
+Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `InvalidInput`, `Corruption`."""
 
 from __future__ import annotations
 
@@ -53,19 +45,24 @@ class Retention(msgspec.Struct, frozen=True):
     consumed: bool = False
     """Whether records go as soon as every consumer has read them."""
     hold_seconds: float = 0.0
-    """Consumers that were silent for longer hold nothing (rule 3); 0: they hold for ever."""
+    """Consumers that were silent for longer hold nothing; 0: they hold for ever."""
 
     def __post_init__(self) -> None:
         if min(self.seconds, self.bytes, self.hold_seconds) < 0:
             raise InvalidInput("retention limits must not be negative", hint="0 means no limit")
 
 
-class _Stored(msgspec.Struct, frozen=True):
+class StoredState(msgspec.Struct, frozen=True):
+    """What `stream.json` holds."""
+
     version: Literal[1] = 1
     mode: Literal["off", "shadow", "on"] = "on"
+    """In which the stream was last open."""
     consumers: dict[str, Consumer] = {}
     retention: Retention | None = None
+    """The stream's own, `None` if it has that of the store."""
     going: tuple[int, ...] = ()
+    """Segments that retention had begun to take, if the log was not believed then: LMDB has no word for it."""
     log_records: int = 0
     """How many records the manifest log had at the last clean close; it never has fewer."""
     begins: tuple[EpochBegin, ...] = ()
@@ -73,19 +70,19 @@ class _Stored(msgspec.Struct, frozen=True):
     log_segment: int = 0
     """The highest segment that the manifest log had opened when it was left: it is not asked while it is off."""
     crc64: str = ""
-    """Of the file with nothing in its place, in hex (rule 5). Empty in memory, and in files from before."""
+    """Of the file with nothing in its place, in hex. Empty in memory, and in files from before."""
 
 
 _HINT = "restore it from a backup, or remove it: consumers and retention are then forgotten"
 
 
-def _load(files: StreamFiles) -> _Stored:
+def _load(files: StreamFiles) -> StoredState:
     path = files.state
     try:
         data = read_all(files.disk, path)
-        stored = msgspec.json.decode(data, type=_Stored)
+        stored = msgspec.json.decode(data, type=StoredState)
     except FileNotFoundError:
-        return _Stored()
+        return StoredState()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption(f"a stream's state file cannot be read: {error}", hint=_HINT, path=path) from error
     before, digits, after = data.rpartition(stored.crc64.encode()) if stored.crc64 else (data, b"", b"")
@@ -140,57 +137,30 @@ class StreamState:
         self._clock = clock
         # guarded by _lock
         self._lock = threading.Lock()
-        self._stored = _load(files)
+        self.stored = _load(files)
 
-    def _save(self, stored: _Stored) -> None:
+    def _save(self, stored: StoredState) -> None:
         """REQUIRES the lock."""
         text = msgspec.json.format(msgspec.json.encode(stored))
         before, _, after = text.rpartition(b'""')  # the checksum is the last field
         write_atomic(self._files.disk, self._files.state, before + b'"%016x"' % crc64(text) + after)
-        self._stored = stored
-
-    # ── the mode ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def mode(self) -> Literal["off", "shadow", "on"]:
-        """The mode in which the stream was last open."""
-        return self._stored.mode
-
-    @property
-    def going(self) -> tuple[int, ...]:
-        """Segments that retention had begun to take, if the log was not believed then: LMDB has no word for it."""
-        return self._stored.going
-
-    @property
-    def log_segment(self) -> int:
-        """The highest segment that the manifest log had opened when it was left: ids are not used again."""
-        return self._stored.log_segment
+        self.stored = stored
 
     def remember_mode(
         self, mode: Literal["off", "shadow", "on"], going: Iterable[int] = (), log_segment: int = 0
     ) -> None:
         """Have the next opening know all three."""
         with self._lock:
-            highest = max(log_segment, self._stored.log_segment)
-            stored = msgspec.structs.replace(self._stored, mode=mode, going=tuple(sorted(going)), log_segment=highest)
-            if stored != self._stored:
+            highest = max(log_segment, self.stored.log_segment)
+            stored = msgspec.structs.replace(self.stored, mode=mode, going=tuple(sorted(going)), log_segment=highest)
+            if stored != self.stored:
                 self._save(stored)
-
-    # ── the end of the log ────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def log_records(self) -> int:
-        """How many records the manifest log had at the last clean close."""
-        return self._stored.log_records
 
     def remember_end(self, log_records: int) -> None:
         """The log ends here: outside of its own bytes, which cannot say that some of them are gone."""
         with self._lock:
-            if log_records != self._stored.log_records:
-                self._save(msgspec.structs.replace(self._stored, log_records=log_records))
-
-    @property
-    def begins(self) -> tuple[EpochBegin, ...]:
-        """Where the manifest log went on for owner epochs that took over."""
-        return self._stored.begins
+            if log_records != self.stored.log_records:
+                self._save(msgspec.structs.replace(self.stored, log_records=log_records))
 
     def remember_begin(self, objects: LogObjects, chunk: int, snapshot: int) -> LogObjects:
         """The log goes on here for the current owner epoch, unless that is known; objects by what is remembered then.
@@ -200,20 +170,15 @@ class StreamState:
         """
         epoch = objects.owner_epoch
         with self._lock:
-            if len(objects.prefixes) > 1 and epoch not in {begin.owner_epoch for begin in self.begins}:
-                begins = (*self.begins, EpochBegin(epoch, chunk, snapshot))
-                self._save(msgspec.structs.replace(self._stored, begins=begins))
-        return msgspec.structs.replace(objects, begins=self.begins)
+            if len(objects.prefixes) > 1 and epoch not in {begin.owner_epoch for begin in self.stored.begins}:
+                begins = (*self.stored.begins, EpochBegin(epoch, chunk, snapshot))
+                self._save(msgspec.structs.replace(self.stored, begins=begins))
+        return msgspec.structs.replace(objects, begins=self.stored.begins)
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def consumers(self) -> dict[str, Consumer]:
-        """By name."""
-        return self._stored.consumers
-
     def position(self, name: str) -> int:
         """Where a consumer is."""
-        consumer = self._stored.consumers.get(name)
+        consumer = self.stored.consumers.get(name)
         if consumer is None:
             raise UnknownCursor("the stream has no such consumer", hint="create it with `register`", name=name)
         return consumer.position
@@ -222,17 +187,17 @@ class StreamState:
         """Make a consumer that begins at a position, or leave the one that is there; where it is."""
         check_name("consumer", name)
         with self._lock:
-            if name not in self._stored.consumers:
+            if name not in self.stored.consumers:
                 self._put(name, position)
-            return self._stored.consumers[name].position
+            return self.stored.consumers[name].position
 
     def ack(self, name: str, position: int, *, end: int) -> None:
         """A consumer has read everything below a position; durable on return.
 
-        A position that is not ahead moves nothing, and still says that the consumer is alive (rule 3).
+        A position that is not ahead moves nothing, and still says that the consumer is alive.
         """
         with self._lock:
-            known = self._stored.consumers.get(name)
+            known = self.stored.consumers.get(name)
             if known is None:
                 raise UnknownCursor("the stream has no such consumer", hint="create it with `register`", name=name)
             if position > end:
@@ -242,31 +207,26 @@ class StreamState:
 
     def _put(self, name: str, position: int) -> None:
         consumer = Consumer(position, self._clock.now_ms())
-        self._save(msgspec.structs.replace(self._stored, consumers={**self._stored.consumers, name: consumer}))
+        self._save(msgspec.structs.replace(self.stored, consumers={**self.stored.consumers, name: consumer}))
 
     def drop(self, name: str) -> None:
         """Forget a consumer; one that is not there is fine."""
         with self._lock:
-            if name in self._stored.consumers:
-                left = {entry: value for entry, value in self._stored.consumers.items() if entry != name}
-                self._save(msgspec.structs.replace(self._stored, consumers=left))
+            if name in self.stored.consumers:
+                left = {entry: value for entry, value in self.stored.consumers.items() if entry != name}
+                self._save(msgspec.structs.replace(self.stored, consumers=left))
 
     # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def retention(self) -> Retention | None:
-        """The stream's own, `None` if it has that of the store."""
-        return self._stored.retention
-
     def retain(self, retention: Retention | None) -> None:
         """Give the stream its own retention, or with `None` that of the store."""
         with self._lock:
-            self._save(msgspec.structs.replace(self._stored, retention=retention))
+            self._save(msgspec.structs.replace(self.stored, retention=retention))
 
 
 def due(
     segments: Sequence[StreamSegment], retention: Retention, consumers: Sequence[Consumer], *, now_ms: int
 ) -> list[StreamSegment]:
-    """The sealed segments that may go, oldest first (rules 3 and 4)."""
+    """The sealed segments that may go, oldest first."""
     silent = now_ms - retention.hold_seconds * 1000 if retention.hold_seconds else None
     holders = [consumer.position for consumer in consumers if silent is None or consumer.acked_ms >= silent]
     held_from = min(holders, default=None)

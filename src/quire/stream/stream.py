@@ -1,23 +1,19 @@
 """A stream: an append-only log of records whose segments move between disk, compressed files and an object store.
 
-Terms
-  record     opaque bytes with an id (from 1, rising by one, never used again) and a timestamp that never falls
-  segment    a file of records; sealed when it is full or old, and immutable from then on
-  tier       0 hot: as it was written · 1 warm: compressed · 2 the object store
-  keeper     the stream's own thread: syncs what nobody waits for, makes files ahead, seals by time
+A record is opaque bytes with an id (from 1, rising by one, never used again) and a timestamp that never falls. A segment is a
+file of records; sealed when it is full or old, and immutable from then on. Tiers: 0 hot, as it was written; 1 warm,
+compressed; 2 the object store. The keeper, the stream's own thread, syncs what nobody waits for, makes files ahead, and seals
+by time.
 
     append ──▶ open segment ──seal──▶ tier 0 ──compress──▶ tier 1 ──upload──▶ tier 2
                                         ▲                                       │
                                         └───────────────hydrate─────────────────┘
 
-Rules
-  1. One writer: the manifest log's lock is the stream's (`StoreLocked`).
-  2. Records are durable when their guard's `result()` returns; readers and tails see durable records only.
-  3. Every move is a record in the manifest log first; see `segment_events.py` and `tiers.py`.
-  4. Closing seals what is open, so that the next opening has nothing to cut.
+There is one writer: the manifest log's lock is the stream's (`StoreLocked`). Records are durable when their guard's
+`result()` returns; readers and tails see durable records only. Closing seals what is open, so that the next opening has
+nothing to cut.
 
-Threads: any. Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `CursorLost`, `Corruption`.
-"""
+Threads: any. Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `CursorLost`, `Corruption`."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from msgspec.structs import replace
 
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
@@ -41,16 +36,17 @@ from quire.stream.append_buffer import Appended, Records
 from quire.stream.files import LogFiles, StreamClock, StreamFiles
 from quire.stream.hot import HotLog, SegmentEnd, SegmentStart
 from quire.stream.maintenance import Moved, StreamMaintenance
+from quire.stream.metrics import LogFigures
 from quire.stream.mlog_log import AbsentLog, Collect
-from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import StreamProjection
-from quire.stream.reader import StreamReader, StreamRecord, is_going
+from quire.stream.reader import StreamReader
 from quire.stream.recovery import RecoveredStream, open_checked, open_log, recover_stream
 from quire.stream.segment_events import Ledger
 from quire.stream.sources import StreamCache
+from quire.stream.spans import StreamRecord
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
 
@@ -201,7 +197,7 @@ class Stream:
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         projection, state = StreamProjection(manifest, files), StreamState(files, ticking)
         at = LogFiles(disk, root, stream_id, store_locked, projection.store_id())
-        objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id, state.begins)
+        objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id, state.stored.begins)
         mode = Mode(log_settings.mode)
         reopen = partial(open_checked, files, at, objects, projection, state, ticking, log_settings, collect)
         log = open_log(at, objects, state, ticking, mode, reopen)
@@ -276,7 +272,7 @@ class Stream:
     @property
     def consumers(self) -> dict[str, Consumer]:
         """Who has read how far, by name."""
-        return self._state.consumers
+        return self._state.stored.consumers
 
     def register(self, consumer: str, start: int | None = None) -> int:
         """Make a consumer that begins at `start` (default: the first record), or leave it where it is; its position."""
@@ -337,7 +333,7 @@ class Stream:
         view = self.ledger.view
         self.hot.require()
         chosen = (segment for segment in view.sealed if not segment_ids or segment.segment_id in segment_ids)
-        return [segment for segment in chosen if not is_going(segment)]
+        return [segment for segment in chosen if not segment.is_going]
 
     def tick(self) -> Moved:
         """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""
@@ -374,8 +370,7 @@ class Stream:
 
     def figures(self) -> LogFigures:
         """The manifest log's figures, by the design document's names."""
-        count = len(self.ledger.index.needs_repair)
-        return replace(self.ledger.gated.figures(), manifest_segments_needing_repair=count)
+        return self.ledger.figures()
 
     def info(self) -> StreamInfo:
         """The stream in numbers."""

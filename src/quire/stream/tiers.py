@@ -1,17 +1,8 @@
 """Moves the segments of a stream between its tiers: compress, upload, evict, hydrate, retire.
 
-Terms
-  move   a step begun in the log, done, and ended in the log; what was begun and not ended is gone on with, not begun again
-
-Rules
-  1. Log first: before a move touches a byte the log says that it began, and a copy is announced only when it is durable and
-     checked. A copy that goes is first given up in the log: what a crash leaves of it is swept at the next opening.
-  2. The object is the compressed copy. It is written once (`create_only`): an object of its name that is the same is
-     adopted, another one is an error and nothing is overwritten.
-  3. What the object store cannot do now is noted as failed and tried again, later each time.
-  4. Budgets: hot copies beyond `hot_bytes` go, those longest unused first, if another copy is there; compressed ones beyond
-     `warm_bytes`, if the object is there. Pinned segments stay.
-  5. A segment is retired when its object is gone; then its files go. What a snapshot or a fork holds is not retired.
+A move is begun in the log, done, and ended in the log; one that was begun and not ended is gone on with. A copy is announced
+only when it is durable and checked, and given up in the log before its bytes go. The object is the compressed copy, written
+once (`create_only`): an object of its name that is the same is adopted, another one is an error.
 
 What is there after each durable step, and what a crash behind it leads to:
   CompressionStarted   hot                     compressed again; the file is replaced whole
@@ -21,8 +12,7 @@ What is there after each durable step, and what a crash behind it leads to:
   Tier2DeleteQueued    maybe an object         deleted again, which is no error
   SegmentRetired       files too many          swept
 
-Threads: any; one move at a time. Raises `Corruption`, `IllegalTransition`, and what disk and object store raise.
-"""
+Threads: any; one move at a time. Raises `Corruption`, `IllegalTransition`, and what disk and object store raise."""
 
 from __future__ import annotations
 
@@ -52,7 +42,6 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
 from quire.durable.names import TEMPORARY, Tier, object_key
-from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.mlog_records import (
@@ -72,11 +61,11 @@ from quire.stream.mlog_records import (
     UploadStarted,
 )
 from quire.stream.mlog_states import Hydration, Remote, Warm
+from quire.stream.segment import sealed_blocks
 from quire.stream.segment_events import Ledger, Step
-from quire.stream.segment_scan import sealed_blocks
 from quire.stream.segments import StreamSegment
 from quire.stream.sources import VERIFY
-from quire.stream.warm import FOOTER_BYTES, WarmReader, bounded, compress, reader_of
+from quire.stream.warm import FOOTER_BYTES, Dictionaries, WarmReader, bounded, compress, reader_of
 
 if TYPE_CHECKING:
     from quire.objects.api import ExistingObject, ObjectStore
@@ -232,7 +221,7 @@ class Tiers:
                 self._ledger.project()  # announced, before a byte is sent
                 hit("stream.upload.started")
             elif segment.state.remote is Remote.FAILED:
-                self._ledger.log.count_retry()
+                self._ledger.guarded(self._ledger.log.count_retry)
             try:
                 etag = self._put(segment, key)
             except QuireError as error:
@@ -397,7 +386,7 @@ class Tiers:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def retire(self, segment_id: int) -> bool:
-        """Let a segment go on all tiers; False if somebody holds it (rule 5)."""
+        """Let a segment go on all tiers; False if somebody holds it."""
         with self._moving:
             segment = self._need(segment_id)
             self._ledger.project_now()  # LMDB remembers the highest id, also when no segment is left

@@ -26,8 +26,7 @@ from quire.durable.files import read_all
 from quire.durable.names import Tier
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_verify import LogProblem
-from quire.stream.reader import is_going
-from quire.stream.segment_scan import sealed_blocks
+from quire.stream.segment import sealed_blocks
 from quire.stream.segments import StreamSegment
 from quire.stream.stream import Stream
 from quire.stream.warm import WarmReader, bounded, reader_of
@@ -67,7 +66,7 @@ def _apart(stream: Stream) -> Iterator[LogProblem]:
 
 
 def _of_segment(stream: Stream, segment: StreamSegment, deep: bool) -> Iterator[LogProblem]:
-    if not segment.is_sealed or is_going(segment):
+    if not segment.is_sealed or segment.is_going:
         return
     if not (segment.is_hot or segment.is_warm or segment.is_remote):
         yield LogProblem(rule="T5", what="a segment has no copy", where={"segment": segment.segment_id})

@@ -1,23 +1,13 @@
-"""The bytes of a compressed segment: what tier 1 keeps and tier 2 stores.
+"""The bytes of a compressed segment, which tier 1 keeps and tier 2 stores; and the dictionaries of a stream.
 
-Terms
-  raw        the segment as it was sealed: header and blocks, `durable_bytes` long
-  frame      a run of whole blocks of the raw segment, compressed by itself; the first one begins with the segment's header
-  table      one row per frame: where it is, which raw bytes and which records it holds
-  footer     the last 64 bytes; with it and the table a reader fetches the frames it needs, and nothing else
-
-Rules
-  1. Decompressed and put together the frames are the raw segment, byte for byte: `raw_crc64` says so.
-  2. A dictionary, where one pays, is part of the file: an object alone can be read.
-  3. No size is believed before it is held against another one: a frame decompresses to what its row says, rows add up to the
-     file and to the segment, and a frame is no larger than a block can be. So a small file cannot ask for much memory.
-  4. Every part has a crc64; a frame's is of its compressed bytes, so damage is found before zstd sees it. The
-     dictionary's stands behind it; the blocks inside have their own.
+A frame is a run of whole blocks of the raw segment, compressed by itself; the first one begins with the segment's header. The
+table has one row per frame; with it and the footer, the last 64 bytes, a reader fetches the frames it needs. Decompressed and
+put together the frames are the raw segment, byte for byte. A dictionary, where one pays, is part of the file: an object alone
+can be read. Every part has a crc64; a frame's is of its compressed bytes, so damage is found before zstd sees it. No size is
+believed before it is held against another one, so that a small file cannot ask for much memory.
 
 Pure functions over a buffer or a `read(offset, size)`, any thread; importable on executors. Memory: one frame, and the table.
-numpy and zstd are loaded with the first compressed segment that is read or written: few commands meet one.
-Format page: `docs/formats/stream-warm.md`. Raises `Corruption`, `FormatTooNew`, `InvalidInput`.
-"""
+Format page: `docs/formats/stream-warm.md`. Raises `Corruption`, `FormatTooNew`, `InvalidInput`."""
 
 from __future__ import annotations
 
@@ -27,15 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import zstandard
+
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import Bytes, crc64
-from quire.stream.segment import ALIGN, HEADER_BYTES, RecordBlock, StreamSegmentHeader, aligned, decode_head
-from quire.stream.segment_scan import Scan
+from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Scan, StreamSegmentHeader, records_of
+from quire.stream.spans import RecordSpan, spans_of
 
 if TYPE_CHECKING:
     import numpy as np
-    import zstandard
 
     from quire.objects.api import ObjectStore
 
@@ -85,7 +76,7 @@ class WarmFrame(NamedTuple):
 
 
 @cache
-def row_fields() -> np.dtype[np.void]:
+def row_dtype() -> np.dtype[np.void]:
     """The same as `ROW` and `WarmFrame`, for numpy."""
     import numpy as np
 
@@ -108,9 +99,7 @@ NO_DICTIONARY = Dictionary(0, b"")
 def compress(
     raw: Bytes, segment: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL
 ) -> Iterator[bytes]:
-    """The parts of the compressed form of a sealed segment, in order; `found` is what the scan says of `raw`."""
-    import zstandard
-
+    """The parts of the compressed form of a sealed segment, in order; `segment` is what the scan says of `raw`."""
     header, view = segment.header, memoryview(raw)[: segment.cut]
     runs = _runs(segment)
     checked = HEADER.pack(
@@ -173,7 +162,7 @@ class WarmReader:
 
     def __init__(self, read: Read, size: int, *, path: str = "", raw_bytes: int | None = None) -> None:
         """Fetches the footer and the table: one read if the table is short. `raw_bytes`: what the segment has, if known."""
-        import numpy as np
+        import numpy as np  # light commands load this module, and must not wait for numpy
 
         self._read = read
         self.path = path
@@ -199,7 +188,7 @@ class WarmReader:
         table = tail[inside : inside + table_bytes] if inside >= 0 else read(self._table_at, table_bytes)
         if len(table) != table_bytes or crc64(table) != crc:
             raise self._damaged("its table differs from what was written")
-        self._rows = np.frombuffer(table, row_fields())
+        self._rows = np.frombuffer(table, row_dtype())
         self._check_table(raw_bytes)
         self._firsts: list[int] = self._rows["first_record"].tolist()
         self._stamps: list[int] = self._rows["timestamp_ms"].tolist()
@@ -279,8 +268,6 @@ class WarmReader:
 
     def raw(self, number: int) -> bytes:
         """One frame, decompressed and checked."""
-        import zstandard
-
         row = self.frame(number)
         body = self._read(row.offset, row.bytes)
         if len(body) != row.bytes or crc64(body) != row.crc64:
@@ -296,21 +283,14 @@ class WarmReader:
             raise self._damaged("a frame has the wrong length", frame=number, offset=row.offset)
         return raw
 
-    def blocks(self, number: int) -> tuple[bytes, Sequence[RecordBlock]]:
-        """One frame's raw bytes, and its blocks; a block's offset is that in the raw segment, less the frame's own."""
+    def spans(self, number: int) -> list[RecordSpan]:
+        """One frame's records, every block of them checked."""
         raw, row, seed = self.raw(number), self.frame(number), self.header().crc64
-        blocks: list[RecordBlock] = []
-        at = HEADER_BYTES if row.raw_offset == 0 else 0
-        while at < len(raw):
-            block = decode_head(raw, row.raw_offset + at, seed, at=at)
-            if block is None:
-                raise self._damaged("a block differs from what was written", frame=number, offset=row.raw_offset + at)
-            following = block.end - row.raw_offset
-            if following > aligned(len(raw), ALIGN):
-                raise self._damaged("a block extends past its frame", frame=number, offset=row.raw_offset + at)
-            blocks.append(block._replace(offset=at))
-            at = following
-        return raw, blocks
+        scanned = spans_of(memoryview(raw), row.raw_offset, seed, at=HEADER_BYTES if row.raw_offset == 0 else 0)
+        if scanned.used_bytes != len(raw):
+            offset = row.raw_offset + scanned.used_bytes
+            raise self._damaged("a block differs from what was written", frame=number, offset=offset)
+        return scanned.spans
 
     def dictionary(self) -> Dictionary:
         """What it was compressed with."""
@@ -323,8 +303,6 @@ class WarmReader:
 
     def _zstd(self) -> zstandard.ZstdDecompressor:
         if self._decompressor is None:
-            import zstandard
-
             known = None
             if self._dictionary_bytes:
                 known = zstandard.ZstdCompressionDict(self.dictionary().body)
@@ -382,3 +360,85 @@ def dictionary_of(raw: Bytes, *, path: str = "") -> int:
     check_header(raw, path=path)
     dictionary_id: int = HEADER.unpack_from(raw)[8]
     return dictionary_id
+
+
+# ── dictionaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
+GAIN_MIN = 0.05
+SAMPLE_FRAMES = 8
+DICTIONARY_BYTES = 32 * KIB
+SAMPLES_MAX = 4_096
+"""Records that teach."""
+TRY_EVERY = 16
+"""Segments between two trainings."""
+
+
+class Dictionaries:
+    """Whether the segments of one stream are compressed with a dictionary, and with which. Belongs to the mover's lock.
+
+    It pays if the segment is at least 5 % smaller with it, the dictionary itself counted. That is measured on a few frames:
+    half of them teach, the others decide. The last dictionary is tried first; a new one is trained when that does not pay
+    any more, and not more often than every so many segments: most streams do not profit, and trying costs time.
+    """
+
+    def __init__(self, newest: Dictionary = NO_DICTIONARY, *, next_id: int = 1) -> None:
+        self._newest = newest
+        self._next_id = max(next_id, newest.id + 1)
+        self._since_training = TRY_EVERY
+
+    def choose(self, raw: Bytes, segment: Scan) -> Dictionary:
+        """What to compress this segment with."""
+        frames = _frames(raw, segment)
+        self._since_training += 1
+        if self._newest.id and pays(self._newest, frames, segment.cut):
+            return self._newest
+        if self._since_training < TRY_EVERY or len(frames) < 2:
+            return NO_DICTIONARY
+        self._since_training = 0
+        trained = self._train(raw, segment)
+        if trained.id and pays(trained, frames[1::2], segment.cut):
+            self._newest, self._next_id = trained, trained.id + 1
+            return trained
+        return NO_DICTIONARY
+
+    def _train(self, raw: Bytes, segment: Scan) -> Dictionary:
+        samples = _records(raw, segment)
+        if len(samples) < 16:
+            return NO_DICTIONARY
+        try:
+            body = zstandard.train_dictionary(DICTIONARY_BYTES, samples, level=LEVEL).as_bytes()
+        except zstandard.ZstdError:  # too few, too short, or with nothing in common
+            return NO_DICTIONARY
+        return Dictionary(self._next_id, body)
+
+
+def pays(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes: int) -> bool:
+    """Whether a segment of which these are samples gets smaller by enough."""
+    total = sum(map(len, frames))
+    if not total:
+        return False
+    plain = zstandard.ZstdCompressor(level=LEVEL)
+    taught = zstandard.ZstdCompressor(level=LEVEL, dict_data=zstandard.ZstdCompressionDict(dictionary.body))
+    without = sum(len(plain.compress(frame)) for frame in frames) / total * segment_bytes
+    with_it = sum(len(taught.compress(frame)) for frame in frames) / total * segment_bytes + len(dictionary.body)
+    return with_it <= without * (1 - GAIN_MIN)
+
+
+def _frames(raw: Bytes, segment: Scan) -> list[bytes]:
+    """Samples of what frames will be, spread over the segment."""
+    starts = range(0, segment.cut, FRAME_BYTES)
+    step = max(len(starts) // SAMPLE_FRAMES, 1)
+    return [bytes(memoryview(raw)[start : min(start + FRAME_BYTES, segment.cut)]) for start in starts[::step]]
+
+
+def _records(raw: Bytes, segment: Scan) -> list[bytes | bytearray | memoryview]:
+    """Records of some blocks: not those that decide, as far as there are others."""
+    view = memoryview(raw)
+    samples: list[bytes | bytearray | memoryview] = []
+    step = max(len(segment.blocks) // 64, 1)
+    for block in segment.blocks[::step]:
+        start = block.offset + BLOCK_HEAD_BYTES
+        column = records_of(block, view[start : start + block.body_bytes])
+        samples += [record for record in column.slice(0, 64).to_pylist() if record]
+        if len(samples) >= SAMPLES_MAX:
+            break
+    return samples[:SAMPLES_MAX]

@@ -1,23 +1,15 @@
 """Holds a stream's manifest log against what else knows of its segments: before anything is removed by what the log says.
 
-Terms
-  witness   what LMDB has of a stream: its rows, which were folded from the log, so the log knows all of it, or has lost it
-  behind    a log that does not know what a witness knows: a chunk is missing, or an older copy of it is in its place, or the
-            log is another stream's
-  held      records in a file of a segment that has no row
+The witness is what LMDB has of a stream: its rows were folded from the log, so the log knows all of it, or has lost it. A log
+that knows more is what every crash leaves; one that knows less is behind: a chunk is missing, or an older copy of it is in
+its place, or the log is another stream's. A witness is taken before the log is read: beside a live writer it is then never
+ahead. A block is written after the log knows its segment, so a file with whole blocks that the log does not know says that
+the log is behind, too. How many records the log had at the last clean close is remembered in `stream.json`.
 
-Rules
-  1. The log is written first (S1): a log that knows more than its witnesses is what every crash leaves, one that knows less is
-     damaged. A witness is taken before the log is read: beside a live writer it is then never ahead.
-  2. A block is written after the log knows its segment: a file with whole blocks that the log has never heard of says that the
-     log is behind. One without is what a crash left between making it and telling.
-  3. How many records the log had at the last clean close is remembered beside it, in `stream.json`.
+What stays unseen: an older copy of the last chunk that hides only what no witness has, after a crash. Then the log has lost
+steps that are taken again (an upload, a compression) or copies that are reported as missing; no segment is.
 
-What stays unseen: an older copy of the last chunk that hides only what no witness has, after a crash (rule 3 needs a close).
-Then the log has lost steps that are taken again (an upload, a compression) or copies that are told as missing; no segment is.
-
-Pure functions but for reading files; any thread. Importable on executors. Raises what the disk raises.
-"""
+Pure functions but for reading files; any thread. Importable on executors. Raises what the disk raises."""
 
 from __future__ import annotations
 
@@ -34,7 +26,7 @@ from quire.stream.files import StreamFiles
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo
 from quire.stream.mlog_records import RecordType
 from quire.stream.mlog_states import Life, Remote
-from quire.stream.segment_scan import scan
+from quire.stream.segment import scan
 from quire.stream.warm import header_fields
 
 if TYPE_CHECKING:
@@ -83,7 +75,7 @@ def witness_of(rows: Mapping[int, WalRecord], last_segment: int) -> Witness:
 
 
 def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
-    """What is in the files of segments that have no row yet (rule 2); a file that cannot be read holds nothing here."""
+    """What is in the files of segments that have no row yet; a file that cannot be read holds nothing here."""
     files_found = (
         holding(files, tier, segment_id)
         for tier in Tier
@@ -115,7 +107,7 @@ def holding(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | No
 def behind(
     index: ManifestIndex, witness: Witness, *, held: Iterable[UnknownFile] = (), closed_records: int = 0
 ) -> Iterator[str]:
-    """What a log does not know and should; nothing if it agrees with its witnesses (rule 1)."""
+    """What a log does not know and should; nothing if it agrees with its witnesses."""
     if index.records < closed_records:
         yield f"the log has {index.records} records, and had {closed_records} when the stream was last closed"
     if witness.last_segment > index.opened_max:

@@ -33,7 +33,7 @@ from quire.objects.api import ObjectStore
 from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import LogProblem, verify
-from quire.stream.segment_scan import sealed_blocks
+from quire.stream.segment import sealed_blocks
 from quire.stream.state import log_objects
 from quire.stream.warm import bounded, reader_of
 from quire.stream.witnesses import Witness

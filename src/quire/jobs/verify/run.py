@@ -31,7 +31,7 @@ from quire.lsm.sst_reader import SSTable
 from quire.manifest.records import VerifyState
 from quire.pages.chunk_format import load_footer
 from quire.pages.segment_scan import open_damage, sealed_damage
-from quire.stream.segment_scan import scan
+from quire.stream.segment import scan
 
 
 @dataclass(frozen=True, slots=True)

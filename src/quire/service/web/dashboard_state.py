@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.pages.metrics import DatabaseFigures
     from quire.pages.readers import Lease
     from quire.stream.engine import StreamEngine
-    from quire.stream.mlog_metrics import LogFigures
+    from quire.stream.metrics import LogFigures
 
 FILES_MAX = 20_000
 """Files of one database whose sizes are added up; a database with more is told as `at least`."""

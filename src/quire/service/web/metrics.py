@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,19 @@ from prometheus_client.core import InfoMetricFamily as Info
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from quire.lsm.metrics import KvCollector
 from quire.manifest import tables as t
 from quire.manifest.metrics import ManifestCollector
 from quire.manifest.records import JobKind, JobState
 from quire.pages.metrics import PagesCollector
 from quire.service.sockets import serving
 from quire.service.web.dashboard_state import Sight
-from quire.stream.mlog_metrics import ManifestLogCollector
+from quire.stream.metrics import StreamCollector
 
 if TYPE_CHECKING:
-    from quire.lsm.kv import Kv
+    from quire.lsm.kv import Kv, Stats
     from quire.service.web.server import WebFigures
-    from quire.stream.stream import Stream
+    from quire.stream.stream import Stream, StreamInfo
 
 OWNER_STATES = ("not needed", "unconfirmed", "confirmed", "fenced")
 
@@ -149,11 +151,10 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
     collectors: tuple[Any, ...] = (
         ManifestCollector(sight.manifest),
         PagesCollector(sight.store.pages.figures),
-        ManifestLogCollector(sight.log_figures),
+        KvCollector(partial(kv_stats, sight)),
+        StreamCollector(partial(stream_infos, sight), sight.log_figures),
         StoreCollector(sight),
         FlightCollector(sight),
-        KvCollector(sight),
-        StreamCollector(sight),
         WebCollector(figures),
     )
     for collector in collectors:
@@ -169,7 +170,6 @@ def exposition(prometheus: CollectorRegistry) -> tuple[bytes, str]:
 
 
 # ── engines and the Flight service ────────────────────────────────────────────────────────────────────────────────────
-LABELS = ["db", "name"]
 
 
 class FlightCollector(_Collector):
@@ -197,77 +197,21 @@ class FlightCollector(_Collector):
         yield now
 
 
-class KvCollector(_Collector):
-    """Key-value databases that are open."""
-
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
-
-    def collect(self) -> Iterator[Metric]:
-        """The current figures."""
-        databases: list[tuple[list[str], Any]] = []
-        if self._sight.info().databases["lsm"]:
-            known = names_of(self._sight)
-            opened = self._sight.store.kvs.databases()
-            databases = [([str(db_id), known.get(db_id, "")], kv.stats()) for db_id, kv in opened.items()]
-        for make, name, text, field in (
-            (Gauge, "quire_kv_tables", "tables", "tables"),
-            (Gauge, "quire_kv_table_bytes", "bytes of tables", "table_bytes"),
-            (Gauge, "quire_kv_rows", "versions in tables, deletions included", "rows"),
-            (Gauge, "quire_kv_tombstones", "deletions in tables", "tombstones"),
-            (Gauge, "quire_kv_memtable_bytes", "bytes that no table holds yet", "memtable_bytes"),
-            (Gauge, "quire_kv_frozen", "memtables that wait to become tables", "frozen"),
-            (Gauge, "quire_kv_last_lsn", "the newest write", "last_lsn"),
-            (Counter, "quire_kv_flushes", "memtables that became tables", "flushes"),
-            (Counter, "quire_kv_compactions", "merges of tables", "compactions"),
-            (
-                Gauge,
-                "quire_kv_stalled_writers",
-                "writers that wait for a flush or a compaction, now",
-                "stalled_writers",
-            ),
-            (Counter, "quire_kv_stalls", "writes that had to wait", "stalls"),
-            (Counter, "quire_kv_stall_seconds", "how long writers have waited", "stall_seconds"),
-            (Gauge, "quire_kv_manifest_version", "the manifest's version: rises with each change", "manifest_version"),
-        ):
-            family: Any = make(name, f"{text}, by database", labels=LABELS)
-            for labels, stats in databases:
-                family.add_metric(labels, getattr(stats, field))
-            yield family
-        levels = Gauge("quire_kv_level_tables", "tables in each level, by database", labels=[*LABELS, "level"])
-        for labels, stats in databases:
-            for level, count in enumerate(stats.levels):
-                levels.add_metric([*labels, str(level)], count)
-        yield levels
+def kv_stats(sight: Sight) -> list[tuple[list[str], Stats]]:
+    """(labels, numbers) of the key-value databases that are open; without any nothing is loaded."""
+    if not sight.info().databases["lsm"]:
+        return []
+    known = names_of(sight)
+    return [([str(db_id), known.get(db_id, "")], kv.stats()) for db_id, kv in sight.store.kvs.databases().items()]
 
 
-class StreamCollector(_Collector):
-    """Streams that are open."""
-
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
-
-    def collect(self) -> Iterator[Metric]:
-        """The current figures."""
-        streams: list[tuple[list[str], Any]] = []
-        if self._sight.info().databases["stream"]:
-            known = names_of(self._sight)
-            infos = [stream.info() for stream in self._sight.store.streams.streams()]
-            streams = [([str(info.stream_id), known.get(info.stream_id, "")], info) for info in infos]
-        appended = Counter("quire_stream_records", "records ever appended, by stream", labels=LABELS)
-        kept = Gauge("quire_stream_records_kept", "records that can be read, by stream", labels=LABELS)
-        segments = Gauge("quire_stream_segments", "segments by tier, by stream", labels=[*LABELS, "tier"])
-        sizes = Gauge("quire_stream_bytes", "bytes by tier, by stream", labels=[*LABELS, "tier"])
-        lag = Gauge("quire_stream_consumer_lag", "records a consumer has not read", labels=[*LABELS, "consumer"])
-        for labels, info in streams:
-            appended.add_metric(labels, info.end_record - 1)  # ids begin at 1
-            kept.add_metric(labels, info.records)
-            for tier in ("hot", "warm", "remote"):
-                segments.add_metric([*labels, tier], getattr(info, f"{tier}_segments"))
-                sizes.add_metric([*labels, tier], getattr(info, f"{tier}_bytes"))
-            for name, consumer in info.consumers.items():
-                lag.add_metric([*labels, name], max(info.end_record - consumer.position, 0))
-        yield from (appended, kept, segments, sizes, lag)
+def stream_infos(sight: Sight) -> list[tuple[list[str], StreamInfo]]:
+    """(labels, numbers) of the streams that are open; without any nothing is loaded."""
+    if not sight.info().databases["stream"]:
+        return []
+    known = names_of(sight)
+    infos = [stream.info() for stream in sight.store.streams.streams()]
+    return [([str(info.stream_id), known.get(info.stream_id, "")], info) for info in infos]
 
 
 def open_kv(sight: Sight, db_id: int) -> Kv | None:

@@ -1,12 +1,4 @@
-"""What a manifest log counts, by the design document's names, and the same for Prometheus.
-
-  manifest_chunks_active          chunks on this disk
-  manifest_replay_seconds         how long rebuilding the state took when the stream was opened
-  manifest_crc_error_count        damaged snapshots and chunks encountered in this process, also by streams that did not open
-  manifest_upload_retries         uploads of chunks, snapshots and segments that were tried again because one had failed
-  manifest_snapshot_age_seconds   since the newest snapshot was taken, whoever took it; 0 while there is none
-  manifest_segments_needing_repair   segments whose only copy was an object that is missing
-  manifest_shadow_divergence      segments in which log and projection differ (mode shadow)
+"""The figures of streams and of their manifest logs, for Prometheus; a log's have the design document's names.
 
 Everything is read when somebody asks. Threads: any.
 """
@@ -23,9 +15,12 @@ import msgspec
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from quire.stream.stream import StreamInfo
+
 NAMESPACE = "aof2.manifest_log"
 EXPORTED = NAMESPACE.replace(".", "_") + "_"
 """The same as Prometheus can have it: its names have no dots."""
+LABELS = ["db", "name"]
 
 _crc_errors: Counter[int] = Counter()
 _crc_errors_lock = threading.Lock()
@@ -38,12 +33,12 @@ def count_crc_error(stream_id: int) -> None:
 
 
 def crc_errors(stream_id: int) -> int:
-    """How often damage was met in a stream's log, by this process."""
+    """How often this process has met damage in a stream's log, also of a stream that did not open."""
     return _crc_errors[stream_id]
 
 
 class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one log."""
+    """The figures of one manifest log."""
 
     stream_id: int
     manifest_chunks_active: int = 0
@@ -51,6 +46,7 @@ class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
     manifest_crc_error_count: int = 0
     manifest_upload_retries: int = 0
     manifest_snapshot_age_seconds: float = 0.0
+    """Since the newest snapshot was taken, whoever took it; 0 while there is none."""
     manifest_shadow_divergence: int = 0
     manifest_segments_needing_repair: int = 0
 
@@ -72,11 +68,16 @@ _COUNTERS = {
 }
 
 
-class ManifestLogCollector:
-    """A Prometheus collector: `REGISTRY.register(ManifestLogCollector(lambda: [log.figures() for log in logs]))`."""
+class StreamCollector:
+    """A Prometheus collector. `streams` gives (labels, numbers) of the streams that are open, `logs` their logs' figures."""
 
-    def __init__(self, figures: Callable[[], Iterable[LogFigures]]) -> None:
-        self._figures = figures
+    def __init__(
+        self,
+        streams: Callable[[], Iterable[tuple[list[str], StreamInfo]]],
+        logs: Callable[[], Iterable[LogFigures]],
+    ) -> None:
+        self._streams = streams
+        self._logs = logs
 
     def describe(self) -> Iterable[Any]:
         """Nothing ahead of time."""
@@ -86,7 +87,7 @@ class ManifestLogCollector:
         """The current figures."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        logs = list(self._figures())
+        logs = list(self._logs())
         for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text in names.items():
                 for prefix in ("quire_", EXPORTED):
@@ -94,3 +95,19 @@ class ManifestLogCollector:
                     for log in logs:
                         metric.add_metric([str(log.stream_id)], getattr(log, name))
                     yield metric
+        appended = CounterMetricFamily("quire_stream_records", "records ever appended, by stream", labels=LABELS)
+        kept = GaugeMetricFamily("quire_stream_records_kept", "records that can be read, by stream", labels=LABELS)
+        tiers = [*LABELS, "tier"]
+        segments = GaugeMetricFamily("quire_stream_segments", "segments by tier, by stream", labels=tiers)
+        sizes = GaugeMetricFamily("quire_stream_bytes", "bytes by tier, by stream", labels=tiers)
+        lag_labels = [*LABELS, "consumer"]
+        lag = GaugeMetricFamily("quire_stream_consumer_lag", "records a consumer has not read", labels=lag_labels)
+        for labels, info in self._streams():
+            appended.add_metric(labels, info.end_record - 1)  # ids begin at 1
+            kept.add_metric(labels, info.records)
+            for tier in ("hot", "warm", "remote"):
+                segments.add_metric([*labels, tier], getattr(info, f"{tier}_segments"))
+                sizes.add_metric([*labels, tier], getattr(info, f"{tier}_bytes"))
+            for name, consumer in info.consumers.items():
+                lag.add_metric([*labels, name], max(info.end_record - consumer.position, 0))
+        yield from (appended, kept, segments, sizes, lag)
