@@ -125,19 +125,14 @@ def _open_owner(
         raise
     try:
         _see_to_objects(store, takeover=takeover, discard=discard, moved=moved)
+        _sweep(disk, root)  # before threads of the archive and of upkeep write owner.json and stage
         if store.archive is not None:
-            layout.sweep_debris(disk, root)  # before a thread of the archive claims a session
             store.rights.remember_place()  # now: the last puts of an archive come when the manifest's writer has ended
             store.archive.start()  # in the owner epoch that a takeover has begun
         manifest.jobs.recover()
         manifest.feed.prune()
         if settings.maintenance.enabled:
             store.start_upkeep()
-        layout.sweep_debris(disk, root)
-        layout.sweep_scratch(disk, root)
-    except StorageFault as fault:
-        # What is left costs space and is swept at the next start; the store itself is sound.
-        emit("warning", "store.sweep_failed", path=root, error=str(fault))
     except BaseException:
         store.close()
         raise
@@ -157,6 +152,15 @@ def _see_to_objects(store: Store, *, takeover: bool, discard: bool, moved: bool)
         seal_former(store)
     elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
         store.rights.refuse_fenced()
+
+
+def _sweep(disk: Disk, root: str) -> None:
+    """Remove what an earlier life left. What stays costs space and is swept at the next start; the store itself is sound."""
+    try:
+        layout.sweep_debris(disk, root)
+        layout.sweep_scratch(disk, root)
+    except StorageFault as fault:
+        emit("warning", "store.sweep_failed", path=root, error=str(fault))
 
 
 def _make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
