@@ -40,10 +40,10 @@ class Waves(Generic[B]):
     rows: int
     count: int
     """How many waves there are; at least one, which may be empty."""
-    each: Iterator[list[B]]
+    waves: Iterator[list[B]]
 
     def __iter__(self) -> Iterator[list[B]]:
-        return self.each
+        return self.waves
 
 
 def cut(read: Callable[[], Iterator[B]], piece_of: Callable[[Numbers], Numbers], wave_rows: int) -> Waves[B]:

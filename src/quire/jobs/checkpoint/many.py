@@ -159,7 +159,7 @@ class _CheckpointRun(BatchRun[Held]):
                 self.fail(held_or_none, answer.error)
             else:
                 held_or_none.dirty[answer.key[1]] = answer.result()
-        for held in [each for each in waiting if each.db_id in self.held]:
+        for held in [job for job in waiting if job.db_id in self.held]:
             with self.alone(held):
                 self._plan_checkpoint(held)
 
