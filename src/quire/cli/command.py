@@ -28,11 +28,11 @@ from quire.core.logs import configure
 from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
-from quire.manifest.store import ManifestStore
 from quire.service.sockets import find_owner
 from quire.store.layout import existing_config
 
 if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
     from quire.service.client import Client
     from quire.store.store import Store
 
@@ -52,6 +52,8 @@ class Cli:
 
     def reader(self) -> ManifestStore:
         """The manifest, opened for reading: works while another process owns the store."""
+        from quire.manifest.store import ManifestStore  # a third of `quire ls`, which does without it
+
         manifest = self.settings().manifest
         return ManifestStore.open(os.path.join(os.path.abspath(self.path), MANIFEST), mode="r", settings=manifest)
 
