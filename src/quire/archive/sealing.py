@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from quire.archive.chain import epochs, last_object
 from quire.archive.format import (
+    HELPED_BY,
     NO_DIGEST,
     NONE,
     AnyEvent,
@@ -23,9 +24,13 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
-from quire.core.errors import AlreadyExists, StoreFenced
+from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
 from quire.objects.api import ExistingObject, ObjectStore
+
+
+Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
+"""(header, digest, events) of an object that the owner wrote before the seal."""
 
 
 def former_epoch(store: ObjectStore, store_id: str, epoch: int) -> int:
@@ -40,11 +45,17 @@ def seal(
     successor: int,
     at_ms: int,
     *,
-    overtaken: Callable[[list[AnyEvent]], None] | None = None,
+    known: tuple[Header, bytes] | None = None,
+    overtaken: Overtaken | None = None,
 ) -> tuple[Position, bytes]:
-    """Seal the log of `epoch`; position and digest of its last object. `overtaken` is given what its owner wrote meanwhile."""
-    last = last_object(store, store_id, epoch)
-    header, digest = (last[1], last[2]) if last is not None else (None, NO_DIGEST)
+    """Seal the log of `epoch`; position and digest of its last object.
+
+    `known` is the last object that the caller has, with its digest; `overtaken` is given every later one, in order. Without
+    `known` the seal goes behind whatever is there.
+    """
+    header, digest = (None, NO_DIGEST) if known is None else known
+    if known is None and (last := last_object(store, store_id, epoch)) is not None:
+        _, header, digest = last
     while True:
         if header is not None and header.kind is Kind.SEAL:
             return _sealed_already(header, successor)
@@ -70,10 +81,12 @@ def seal(
             store.put(key, encode_object(ending, []), create_only=True, identity=is_ours)
         except AlreadyExists:  # the owner was quicker
             data = store.get(key)
-            header, events = decode_object(data, key)
-            digest = hashlib.sha256(data).digest()
+            following, events = decode_object(data, key)
+            if header is not None and following.parent_digest != digest:
+                raise Corruption("the archive's log is not one chain", hint=HELPED_BY, key=key) from None
+            header, digest = following, hashlib.sha256(data).digest()
             if header.kind is not Kind.SEAL and overtaken is not None:
-                overtaken(events)
+                overtaken(header, digest, events)
             continue
         hit("archive.seal.put")
         return ending.parent, digest

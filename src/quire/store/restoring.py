@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, base_events, epochs, find, log_events, store_ids
-from quire.archive.format import NO_DIGEST, Position
+from quire.archive.chain import RestorePoint, base_events, epochs, find, header_of, log_events, store_ids
+from quire.archive.format import NO_DIGEST, AnyEvent, Header, Position
 from quire.archive.replay import Origin, Replay, write_origin
 from quire.archive.sealing import seal
 from quire.core.clock import Clock, SystemClock
@@ -177,7 +177,17 @@ def _seal(
     if point.newest != point.position:
         seal(bucket, point.store_id, epoch, successor, now_ms)
         return point, digest
-    last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, overtaken=replay.apply)
+    known = (header_of(bucket, point.store_id, point.position), digest)
+
+    chain = [True]
+
+    def overtaken(header: Header, _: bytes, events: list[AnyEvent]) -> None:
+        chain[0] = chain[0] and header.restorable == header.position.number  # behind a break nothing makes sense
+        if chain[0]:
+            replay.apply(events)
+
+    # From the last object that was applied: whatever the owner acknowledged while this restore was reading comes too.
+    last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
