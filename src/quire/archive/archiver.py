@@ -17,8 +17,9 @@ What is on disk and in the bucket at each step, and what comes next if the proce
   base named       a base that counts                       restorable with it
   closed           archive.json with position and digest    the next life continues without a base
 
-A log object's name is created once. If it is taken, the object is our own (an answer was lost) or a successor's seal: then
-this owner is fenced before anybody is told that anything was archived (A2).
+A log object's name is created once. If it is taken, the object is our own (an answer was lost), one of a former life that
+arrived late (then the log goes on behind it, with a base), or a successor's: then this owner is fenced before anybody is told
+that anything was archived (A2).
 
 Raises, to those who wait in mode `sync`: `NotArchived`, `StoreFenced`.
 """
@@ -53,7 +54,7 @@ from quire.archive.format import (
     file_key,
     log_key,
 )
-from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, Slot
+from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, PendingBase, Slot
 from quire.archive.recorder import SPOOL, Recorder, sha256_of
 from quire.archive.remote_files import number_of, remote_at
 from quire.archive.replay import parent_of_epoch
@@ -89,7 +90,9 @@ class Archiver:
         objects: Callable[[], ObjectStore],
         settings: ArchiveSettings,
         fence: Callable[[StoreFenced], None],
+        confirm: Callable[[], None],
     ) -> None:
+        """`confirm` asks the bucket whether the store is still ours, and raises `StoreFenced` if not."""
         # constant after construction
         self.queue = EventQueue()
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
@@ -100,6 +103,7 @@ class Archiver:
         self._manifest = manifest
         self._objects = objects
         self._fence = fence
+        self._confirm = confirm
         self._store_id, self._epoch = "", 0  # constant after `start`
         self._spool = os.path.join(root, SPOOL)
         # guarded by _lock
@@ -111,8 +115,12 @@ class Archiver:
         self._waiting = 0
         """Calls that wait for the bucket: cuts are taken at once."""
         self._archived = 0
+        self._breaks = 0
+        """How often the chain was broken: a base that began before the last time lacks what was dropped, and does not count."""
         self._stop = False
         self._is_drained = False
+        self._is_misplaced = False
+        """The log does not end where we thought: it has to be looked for again."""
         self._failure: QuireError | None = None
         self.last_error = ""
         # the cutting thread's own, read by others for people
@@ -122,11 +130,11 @@ class Archiver:
         self._digest = b""
         self._restorable, self._base = NONE, NONE
         self._needs_base = True
-        self._unbroken_from = 0
-        """A base that began before this object lacks what was dropped: it does not count."""
+        self._at_ms = 0
+        """Of the last header: it never falls, whatever the clock does."""
         self._base_thread: threading.Thread | None = None
         self._base_began = float("-inf")
-        self._base_bytes = self._log_bytes = 0
+        self._base_bytes = self._log_bytes = self._base_at_ms = 0
         self._artifacts: dict[tuple[int, int, int], tuple[str, bytes]] = {}
         """(inode, size, time of change) → (object name, SHA-256) of those that were handed over."""
         self._memory_bytes = self._backlog_bytes = 0
@@ -145,7 +153,9 @@ class Archiver:
         if state is not None:
             self._next = Position(state.position.epoch, state.position.number + 1)
             self._digest, self._restorable, self._base = state.digest, state.restorable, state.base
-            self._base_bytes, self._log_bytes = state.base_bytes, state.log_bytes
+            self._base_bytes, self._log_bytes, self._at_ms = state.base_bytes, state.log_bytes, state.at_ms
+            self._base_began = time.monotonic() - max(self._clock.now_ms() - state.base_at_ms, 0) / 1000
+            self._base_at_ms = state.base_at_ms
             self._needs_base, self._has_base = False, True
         self._manifest.writer.archive = self
         self._manifest.writer.record_rows()
@@ -175,6 +185,8 @@ class Archiver:
                 base_bytes=self._base_bytes,
                 log_bytes=self._log_bytes,
                 transaction=self._manifest.env.last_txn_id(),
+                at_ms=self._at_ms,
+                base_at_ms=self._base_at_ms,
             )
             write_state(self._disk, self._root, state)
         elif self._failure is None:
@@ -233,17 +245,22 @@ class Archiver:
     def lag_seconds(self) -> float:
         """How old the oldest change is that is not in the bucket."""
         with self._lock:
-            return time.monotonic() - self._outbox[0].taken_at if self._outbox else 0.0
+            since = self._outbox[0].taken_at if self._outbox else self.queue.since
+            return time.monotonic() - since if since is not None else 0.0
 
     # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
     def _run_cuts(self) -> None:
         try:
             while not self._is_stopping():
+                if self._is_misplaced:
+                    self._start_over()
                 if self._next is None and not self._find_end():
                     continue
                 self._begin_base_if_due()
                 self._cut()
                 self._pause()
+            if self._is_misplaced:
+                self._start_over()
             if self._failure is None and (self._next is not None or self._find_end()):
                 self._cut()
                 self._end_with_a_base()
@@ -261,7 +278,7 @@ class Archiver:
         with self._lock:
             while not self._stop and self._failure is None:
                 left = deadline - time.monotonic()
-                if left <= 0 or self.queue.size_bytes > OBJECT_BYTES:
+                if left <= 0 or self._is_misplaced or self.queue.size_bytes > OBJECT_BYTES:
                     return
                 if self._waiting and not self._outbox and self._archived < self.queue.end:
                     self._changed.wait(min(left, 0.001))  # a commit may be under way, in front of everything else
@@ -295,6 +312,7 @@ class Archiver:
             self._next = Position(self._epoch, header.position.number + 1)
             self._digest = digest
             self._restorable, self._base = header.restorable, header.base
+            self._at_ms = max(self._at_ms, header.at_ms)
         return True
 
     def _bound_queue(self) -> None:
@@ -302,8 +320,10 @@ class Archiver:
             self._break_chain("the bucket has not answered since the store was opened")
 
     def _cut(self) -> None:
-        """Take everything there is, as objects."""
+        """Take what there is now, as objects. What comes meanwhile waits for the next cut."""
+        wanted = self.queue.end
         while True:
+            since = self.queue.since or time.monotonic()
             events, end = self.queue.take(OBJECT_BYTES)
             if not events:
                 with self._lock:  # places that were cancelled, nothing else
@@ -311,25 +331,28 @@ class Archiver:
                         self._archived = max(self._archived, end)
                 return
             hit("archive.cut.taken")
-            self._send(events, end)
+            self._send(events, end, since)
+            if end >= wanted:
+                return
 
-    def _send(self, events: list[Entry], end: int) -> None:
+    def _send(self, events: list[Entry], end: int, taken_at: float) -> None:
         assert self._next is not None
-        position, taken_at = self._next, time.monotonic()
+        position = self._next
         artifacts: list[tuple[str, str]] = []
-        shipped = [self._resolved(event, position, artifacts) for event in events]
+        shipped = [event for entry in events if (event := self._resolved(entry, position, artifacts)) is not None]
         for event in shipped:
-            if isinstance(event, BaseEvent) and event.first_log >= self._unbroken_from:
+            if isinstance(event, BaseEvent):
                 self._base = position.number
                 self._base_bytes, self._log_bytes = sum(size for _, size, _ in event.parts), 0
                 self._needs_base = False
         broken = self._needs_base
+        self._at_ms = max(self._at_ms, self._clock.now_ms())  # restores to a moment search for it
         header = Header(
             kind=Kind.LOG,
             position=position,
             parent=Position(position.epoch, position.number - 1) if position.number else self._parent,
             parent_digest=self._digest,
-            at_ms=self._clock.now_ms(),
+            at_ms=self._at_ms,
             restorable=self._restorable if broken else position.number,
             base=self._base,
         )
@@ -341,23 +364,25 @@ class Archiver:
             taken_at=taken_at,
             restorable=header.restorable,
             base=header.base,
+            breaks=self._breaks,
             artifacts=artifacts,
             size_bytes=len(data),
         )
+        if not self._hold(outgoing, data):
+            return  # the log goes on where `_break_chain` left it
         self._log_bytes += len(data)
-        self._hold(outgoing, data)
         self._next, self._digest = Position(position.epoch, position.number + 1), outgoing.digest
         self._restorable = header.restorable
         hit("archive.cut.encoded")
 
-    def _hold(self, outgoing: Outgoing, data: bytes) -> None:
-        """Put an object into the outbox, on disk if memory is used up; break the chain if the disk's share is, too."""
+    def _hold(self, outgoing: Outgoing, data: bytes) -> bool:
+        """Put an object into the outbox, on disk if memory is used up; break the chain if the disk's share is, too: False."""
         if self._memory_bytes + len(data) <= self.settings.memory_bytes or not self._outbox:
             outgoing.data = data
         else:
             if self._backlog_bytes + len(data) > self.settings.backlog_bytes:
-                self._break_chain("more waits for the bucket than archive.backlog_bytes allows")
-                return
+                self._break_chain("more waits for the bucket than archive.backlog_bytes allows", outgoing)
+                return False
             outgoing.path = os.path.join(self._spool, f"{outgoing.position.number:016x}.log")
             self._disk.make_dirs(self._spool)
             write_new(self._disk, outgoing.path, data, overwrite=True)
@@ -367,12 +392,14 @@ class Archiver:
             self._backlog_bytes += len(data) if outgoing.data is None else 0
             self._outbox.append(outgoing)
             self._changed.notify_all()
+        return True
 
-    def _break_chain(self, why: str) -> None:
+    def _break_chain(self, why: str, *dropped_too: Outgoing) -> None:
         """Give up what waits: a base follows. What is in the bucket stays restorable; from then on nothing new is, until it
         counts."""
         with self._lock:
-            dropped = list(self._outbox)[1:]
+            self._breaks += 1
+            dropped = [*list(self._outbox)[1:], *dropped_too]
             while len(self._outbox) > 1:  # the first may be on its way: the log goes on behind it
                 self._outbox.pop()
             self._memory_bytes = self._backlog_bytes = 0
@@ -384,14 +411,32 @@ class Archiver:
             self._has_base = False
         for outgoing in dropped:
             self._forget(outgoing)
-        self.queue.drop()
+        lost = {key for outgoing in dropped for key, _ in outgoing.artifacts}  # the next base uploads these files
+        self._artifacts = {identity: known for identity, known in self._artifacts.items() if known[0] not in lost}
+        for entry in self.queue.drop():
+            if isinstance(entry, PendingArtifact):
+                self._remove(entry.kept)
         self._needs_base = True
-        self._unbroken_from = self._next.number if self._next is not None else 0
         self._base_began = float("-inf")
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
 
-    def _resolved(self, event: Entry, position: Position, artifacts: list[tuple[str, str]]) -> AnyEvent:
-        """The event of an artifact: its name in the bucket and its digest. It is uploaded once, whatever names it has."""
+    def _start_over(self) -> None:
+        """A name of the log was taken by an object of a former life: look for the end again, and begin with a base."""
+        with self._lock:
+            self._outbox.clear()
+            self._memory_bytes = self._backlog_bytes = 0
+        self._sweep_spool()
+        self._artifacts = {}
+        self._break_chain("an object of a former life arrived late")
+        with self._lock:
+            self._next, self._is_misplaced = None, False
+            self._changed.notify_all()
+
+    def _resolved(self, event: Entry, position: Position, artifacts: list[tuple[str, str]]) -> AnyEvent | None:
+        """An entry as it is shipped: an artifact, uploaded once whatever names it has, with its object; no base from before a
+        break."""
+        if isinstance(event, PendingBase):
+            return event.base if event.breaks == self._breaks else None
         if not isinstance(event, PendingArtifact):
             return event
         inode, size, changed = event.identity
@@ -416,7 +461,7 @@ class Archiver:
             return
         if self._needs_base and since < RETRY_SECONDS[2]:
             return
-        self._base_began = now
+        self._base_began, self._base_at_ms = now, self._clock.now_ms()
         self._base_thread = threading.Thread(target=self._run_base, name="quire-archive-base", daemon=True)
         self._base_thread.start()
 
@@ -439,7 +484,7 @@ class Archiver:
 
     def _write_base(self) -> None:
         """Read everything while the store goes on. What is read too late or too early, the log from `first` on puts right."""
-        first = self._next
+        first, breaks = self._next, self._breaks
         if first is None:
             return
         parts: list[tuple[str, int, bytes]] = []
@@ -460,7 +505,7 @@ class Archiver:
         finally:
             self.recorder.end_watch()
         hit("archive.base.put")
-        self.queue.append(BaseEvent(first.number, tuple(parts)))
+        self.queue.append(PendingBase(BaseEvent(first.number, tuple(parts)), breaks))
 
     def _put_part(self, first: Position, number: int, events: list[AnyEvent]) -> tuple[str, int, bytes]:
         header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
@@ -489,13 +534,16 @@ class Archiver:
         try:
             while (outgoing := self._first()) is not None:
                 self._until_it_answers(partial(self._put, outgoing))
+                if self._is_misplaced:
+                    continue
                 with self._lock:
                     if self._outbox and self._outbox[0] is outgoing:
                         self._outbox.popleft()
                         self._memory_bytes -= outgoing.size_bytes if outgoing.data is not None else 0
                         self._backlog_bytes -= outgoing.size_bytes if outgoing.data is None else 0
                         self._archived = outgoing.end
-                        self._has_base = outgoing.restorable == outgoing.position.number
+                        is_whole = outgoing.restorable == outgoing.position.number
+                        self._has_base = is_whole and outgoing.breaks == self._breaks
                     self._changed.notify_all()
                 self._forget(outgoing)
         except BaseException as error:
@@ -504,7 +552,7 @@ class Archiver:
     def _first(self) -> Outgoing | None:
         """The next object to upload; `None` when all is done and no more will come."""
         with self._lock:
-            while not self._outbox:
+            while not self._outbox or self._is_misplaced:
                 if self._is_drained or self._failure is not None:
                     return None
                 self._changed.wait(0.5)
@@ -523,8 +571,14 @@ class Archiver:
         try:
             self._objects().put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
         except AlreadyExists:
-            store = self._objects()
-            raise self._fenced_by(decode_header(store.get(key), key), key) from None
+            header = decode_header(self._objects().get(key), key)
+            if header.kind is Kind.SEAL:
+                raise self._fenced_by(header, key) from None
+            self._confirm()
+            with self._lock:
+                self._is_misplaced = True
+                self._changed.notify_all()
+            return
         hit("archive.log.put")
         self._count(len(data))
         self.last_error = ""

@@ -16,12 +16,13 @@ Threads: any. Handing over takes a lock for the time of one append.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.archive.format import AnyEvent, Position
+from quire.archive.format import AnyEvent, BaseEvent, Position
 
 
 class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
@@ -38,7 +39,18 @@ class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
         return 256
 
 
-Entry = AnyEvent | PendingArtifact
+class PendingBase(msgspec.Struct, frozen=True, gc=False):
+    """A base whose parts are in the bucket. It counts, unless the chain was broken since it began."""
+
+    base: BaseEvent
+    breaks: int
+    """How often the chain had been broken when it began."""
+
+    def size_bytes(self) -> int:
+        return self.base.size_bytes()
+
+
+Entry = AnyEvent | PendingArtifact | PendingBase
 
 
 class Slot:
@@ -71,11 +83,15 @@ class EventQueue:
         self._bytes = 0
         self._end = 0
         self._is_open = True
+        self.since: float | None = None
+        """About when the oldest event that waits here was handed over; `None` if none waits."""
 
     def append(self, event: Entry) -> None:
         """Hand over what was just done."""
         with self._lock:
             if self._is_open:
+                if not self._events:
+                    self.since = time.monotonic()
                 self._events.append(event)
                 self._end += 1
                 self._bytes += event.size_bytes()
@@ -85,6 +101,8 @@ class EventQueue:
         slot = Slot(self)
         with self._lock:
             if self._is_open:
+                if not self._events:
+                    self.since = time.monotonic()
                 self._events.append(slot)
                 self._end += 1
         return slot
@@ -123,16 +141,21 @@ class EventQueue:
                     events.append(event)
                     taken += event.size_bytes()
             self._bytes -= taken
+            self.since = time.monotonic() if self._events else None
             return events, self._end - len(self._events)
 
-    def drop(self) -> int:
-        """Forget what waits, because the chain is broken and a base will follow; the ordinal up to which it is forgotten."""
+    def drop(self) -> list[Entry]:
+        """Forget what waits, because the chain is broken and a base will follow; what is forgotten."""
         with self._lock:
-            kept: deque[Entry | Slot] = deque(
-                event for event in self._events if isinstance(event, Slot) and not event.is_settled
-            )
-            dropped = self._end - len(kept)
+            dropped: list[Entry] = []
+            kept: deque[Entry | Slot] = deque()
+            for event in self._events:
+                if not isinstance(event, Slot):
+                    dropped.append(event)
+                elif not event.is_settled:
+                    kept.append(event)
             self._events, self._bytes = kept, 0
+            self.since = time.monotonic() if kept else None
             return dropped
 
     def close(self) -> None:
@@ -141,6 +164,7 @@ class EventQueue:
             self._is_open = False
             self._events.clear()
             self._bytes = 0
+            self.since = None
 
 
 @dataclass(slots=True)
@@ -153,6 +177,8 @@ class Outgoing:
     taken_at: float
     restorable: int
     base: int
+    breaks: int = 0
+    """How often the chain had been broken when it was encoded."""
     artifacts: list[tuple[str, str]] = field(default_factory=list)
     """(object name, local file): to be uploaded first."""
     data: bytes | None = None

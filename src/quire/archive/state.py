@@ -32,6 +32,11 @@ class State(msgspec.Struct, kw_only=True):
     transaction: int
     """The last transaction of the manifest: another one means that somebody changed the store without its archive."""
 
+    at_ms: int = 0
+    """Of the last header: moments never fall in a log."""
+    base_at_ms: int = 0
+    """When the last base began: the next one is due by its age, not because the store was opened."""
+
     def continues(self, store_id: str, epoch: int, transaction: int) -> bool:
         """Whether it is about this store, and nothing was changed since."""
         return (self.store_id, self.position.epoch, self.transaction) == (store_id, epoch, transaction)

@@ -14,6 +14,7 @@ from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
 from quire.archive.replay import read_origin
 from quire.archive.sealing import former_epoch, missed, seal
+from quire.archive.state import take_state
 from quire.core.errors import ArchiveAhead, InvalidConfig
 from quire.store import object_location
 from quire.store.layout import objects_url
@@ -34,6 +35,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
     wiring: Wiring
     below = _with_remote_files(disk, root, lambda: store.objects)
     if settings.archive.mode == "off":
+        take_state(disk, root)  # what is changed now is not archived: the next life with an archive begins with a base
         store = Store(root, settings, manifest, lock, below)
         return store
     place = object_location.place_of(root, settings.object_store)
@@ -52,6 +54,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         objects=lambda: wiring.stores(objects_url(root, settings)),  # also while the store is being closed
         settings=settings.archive,
         fence=manifest.writer.fence,
+        confirm=lambda: wiring.rights.before_delete(),
     )
     store = Store(root, settings, manifest, lock, archiver.recorder)
     wiring = store._parts
