@@ -120,7 +120,10 @@ def test_light_commands_load_nothing_heavy(path: Path, arguments: list[str]) -> 
     """Start-up is a promise: what these import is most of it."""
     with quire.open(path) as store:
         store.snapshot("shop", "monday")
-    assert loaded(path, arguments, (*HEAVY, *ENGINES)) == []
+    allowed = (
+        {"numpy", "zstandard"} if arguments[0] == "manifest" else set()
+    )  # its group reads manifest logs of streams, too
+    assert set(loaded(path, arguments, (*HEAVY, *ENGINES))) <= allowed
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, Pe
 from quire.archive.recorder import SPOOL, Recorder, sha256_of
 from quire.archive.remote_files import number_of, remote_at
 from quire.archive.replay import parent_of_epoch
-from quire.archive.state import State, take_state, write_state
+from quire.archive.state import ArchiveState, take_state, write_state
 from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, NotArchived, QuireError, StoreFenced, Unavailable
 from quire.core.events import emit_safely
@@ -176,7 +176,7 @@ class Archiver:
             self._base_thread.join(max(deadline - time.monotonic(), 0.1))
         is_done = self._is_drained and not any(thread.is_alive() for thread in self._threads)
         if is_done and self._failure is None and self._next is not None and not self._needs_base:
-            state = State(
+            state = ArchiveState(
                 store_id=self._store_id,
                 position=Position(self._next.epoch, self._next.number - 1),
                 digest=self._digest,
@@ -292,7 +292,7 @@ class Archiver:
     def _find_end(self) -> bool:
         """Where the log of this epoch ends, in the bucket; whether that is known now."""
         try:
-            found = last_object(self._objects(), self._store_id, self._epoch)
+            last = last_object(self._objects(), self._store_id, self._epoch)
         except (Unavailable, QuireError) as error:
             if isinstance(error, StoreFenced):
                 raise
@@ -302,11 +302,11 @@ class Archiver:
                 if not self._stop:
                     self._changed.wait(RETRY_SECONDS[2])
             return False
-        if found is None:
+        if last is None:
             self._next = Position(self._epoch, 0)
             self._digest, self._parent = parent_of_epoch(self._disk, self._root, self._store_id, self._epoch)
         else:
-            key, header, digest = found
+            key, header, digest = last
             if header.kind is Kind.SEAL:
                 raise self._fenced_by(header, key)
             self._next = Position(self._epoch, header.position.number + 1)

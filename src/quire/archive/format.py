@@ -57,7 +57,7 @@ class Kind(IntEnum):
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="t", gc=False):
+class LogEvent(msgspec.Struct, frozen=True, array_like=True, tag_field="t", gc=False):
     """The values below are these, in a fixed order; new fields are added at the end, new events get new tags."""
 
     def size_bytes(self) -> int:
@@ -65,14 +65,14 @@ class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="t", gc=Fals
         return 64
 
 
-class CreateEvent(Event, frozen=True, array_like=True, gc=False, tag=1):
+class CreateEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=1):
     """A new, empty file has this name."""
 
     file: int
     path: str
 
 
-class WriteEvent(Event, frozen=True, array_like=True, gc=False, tag=2):
+class WriteEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=2):
     """These bytes are at this offset."""
 
     file: int
@@ -83,7 +83,7 @@ class WriteEvent(Event, frozen=True, array_like=True, gc=False, tag=2):
         return 64 + len(self.data)
 
 
-class ZeroEvent(Event, frozen=True, array_like=True, gc=False, tag=3):
+class ZeroEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=3):
     """`length` zero bytes are at this offset."""
 
     file: int
@@ -91,21 +91,21 @@ class ZeroEvent(Event, frozen=True, array_like=True, gc=False, tag=3):
     length: int
 
 
-class TruncateEvent(Event, frozen=True, array_like=True, gc=False, tag=4):
+class TruncateEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=4):
     """The file has this size; what is new of it reads as zeros."""
 
     file: int
     size: int
 
 
-class ReserveEvent(Event, frozen=True, array_like=True, gc=False, tag=5):
+class ReserveEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=5):
     """The file has at least this size."""
 
     file: int
     size: int
 
 
-class RenameEvent(Event, frozen=True, array_like=True, gc=False, tag=6):
+class RenameEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=6):
     """The file has `path` as a name and no longer `former`. Whatever had that name has lost it."""
 
     file: int
@@ -113,21 +113,21 @@ class RenameEvent(Event, frozen=True, array_like=True, gc=False, tag=6):
     path: str
 
 
-class LinkEvent(Event, frozen=True, array_like=True, gc=False, tag=7):
+class LinkEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=7):
     """The file has one name more."""
 
     file: int
     path: str
 
 
-class RemoveEvent(Event, frozen=True, array_like=True, gc=False, tag=8):
+class RemoveEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=8):
     """The file has lost this name; without a name it is gone."""
 
     file: int
     path: str
 
 
-class ArtifactEvent(Event, frozen=True, array_like=True, gc=False, tag=9):
+class ArtifactEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=9):
     """A file that never changes has this name; its bytes are an object of their own."""
 
     file: int
@@ -137,7 +137,7 @@ class ArtifactEvent(Event, frozen=True, array_like=True, gc=False, tag=9):
     sha256: bytes
 
 
-class CommitEvent(Event, frozen=True, array_like=True, gc=False, tag=10):
+class CommitEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=10):
     """One transaction of the manifest: (table, rows put, keys deleted) for each table."""
 
     tables: tuple[tuple[str, list[tuple[bytes, bytes]], list[bytes]], ...]
@@ -147,7 +147,7 @@ class CommitEvent(Event, frozen=True, array_like=True, gc=False, tag=10):
         return 64 + rows + sum(len(key) + 4 for _, _, deletes in self.tables for key in deletes)
 
 
-class BaseEvent(Event, frozen=True, array_like=True, gc=False, tag=11):
+class BaseEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=11):
     """A base is complete: its parts by name, size and digest, and the log object its replay begins with."""
 
     first_log: int
@@ -157,7 +157,7 @@ class BaseEvent(Event, frozen=True, array_like=True, gc=False, tag=11):
         return 64 + 160 * len(self.parts)
 
 
-class DirectoryEvent(Event, frozen=True, array_like=True, gc=False, tag=12):
+class DirectoryEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=12):
     """There is a directory of this name."""
 
     path: str

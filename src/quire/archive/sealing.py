@@ -73,8 +73,8 @@ def seal(
         )
 
         def is_ours(existing: ExistingObject) -> bool:
-            found = decode_header(existing.read_all(), existing.info.key)
-            return found.kind is Kind.SEAL and found.successor == successor
+            present = decode_header(existing.read_all(), existing.info.key)
+            return present.kind is Kind.SEAL and present.successor == successor
 
         hit("archive.seal.before")
         try:

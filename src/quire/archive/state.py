@@ -17,7 +17,7 @@ from quire.archive.recorder import ARCHIVE_STATE
 from quire.durable.files import Disk, read_all, write_atomic
 
 
-class State(msgspec.Struct, kw_only=True):
+class ArchiveState(msgspec.Struct, kw_only=True):
     """archive.json: where a store that was closed left its archive."""
 
     format: int = 1
@@ -42,12 +42,12 @@ class State(msgspec.Struct, kw_only=True):
         return (self.store_id, self.position.epoch, self.transaction) == (store_id, epoch, transaction)
 
 
-def take_state(disk: Disk, root: str) -> State | None:
+def take_state(disk: Disk, root: str) -> ArchiveState | None:
     """What the last life left, if it ended well. Taken away: this life has to end well too."""
     path = os.path.join(root, ARCHIVE_STATE)
     try:
         line, _, check = read_all(disk, path).partition(b"\n")
-        state = msgspec.json.decode(line, type=State) if check == _check(line) else None
+        state = msgspec.json.decode(line, type=ArchiveState) if check == _check(line) else None
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError:
@@ -57,7 +57,7 @@ def take_state(disk: Disk, root: str) -> State | None:
     return state
 
 
-def write_state(disk: Disk, root: str, state: State) -> None:
+def write_state(disk: Disk, root: str, state: ArchiveState) -> None:
     """Leave the archive so that the next opening continues it."""
     line = msgspec.json.encode(state)
     write_atomic(disk, os.path.join(root, ARCHIVE_STATE), line + b"\n" + _check(line))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli, CliResult, confirm
@@ -204,6 +205,13 @@ def repair(
     return CliResult(shown, OK if report.applied and not report.lost else PROBLEMS)
 
 
+def _lsm_backup() -> ModuleType:
+    """Loads Arrow, which reading and writing keys does without."""
+    from quire.lsm import backup as lsm_backup
+
+    return lsm_backup
+
+
 # ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("backup", group, example="quire kv backup cart")
 def backup(cli: Cli, database: Database, label: Label = "") -> Note:
@@ -211,8 +219,7 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
 
     Only the newest 30 backups of a label are kept (`lsm.backups_kept` in quire.toml; 0 keeps all).
     """
-    from quire.lsm import backup as lsm_backup  # loads Arrow, which reading and writing keys does without
-
+    lsm_backup = _lsm_backup()
     with cli.owner() as store:
         place = store.namespaces.objects_of(database)
         copy = lsm_backup.back_up(store.kv(database), place, label or database, _home(store))
@@ -239,8 +246,7 @@ def list_backups(
     namespace: InNamespace = "",
 ) -> Listing:
     """List the backups in the object store, oldest first."""
-    from quire.lsm import backup as lsm_backup
-
+    lsm_backup = _lsm_backup()
     with cli.owner() as store:
         place = _place(store, label, namespace)
         backups = [
@@ -268,8 +274,7 @@ def prune(
     namespace: InNamespace = "",
 ) -> Note:
     """Remove all but the newest backups, and tables that no backup needs."""
-    from quire.lsm import backup as lsm_backup
-
+    lsm_backup = _lsm_backup()
     with cli.owner() as store:
         place = _place(store, label, namespace)
         prune_label = partial(
@@ -304,8 +309,7 @@ def restore(
     namespace: InNamespace = "",
 ) -> Note:
     """Create a database from a backup, in the namespace of the backup."""
-    from quire.lsm import backup as lsm_backup
-
+    lsm_backup = _lsm_backup()
     with cli.owner() as store:
         label, home = label or database, kv_backups_prefix(store_id) if store_id else _home(store)
         place = _place(store, label, namespace)

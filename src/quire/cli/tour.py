@@ -82,7 +82,7 @@ def tour(
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
     with quire.open(cli.path) as store:
-        guide.title("A store", f"a directory, owned by one process: {store.path}")
+        guide.title("A store", f"a directory, owned by one process: {os.path.relpath(store.path)}")
         facts: dict[str, Any] = {
             "path": store.path,
             "databases": register(store, guide),

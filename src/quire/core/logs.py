@@ -39,16 +39,11 @@ def configure(style: str, *, level: str = "info") -> None:
     structlog.configure(
         processors=steps,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=_stderr,
+        logger_factory=lambda *_: structlog.PrintLogger(
+            sys.stderr
+        ),  # what stderr is by then: tests and services replace it
         cache_logger_on_first_use=False,
     )
-
-
-def _stderr(*_: Any) -> Any:
-    """A logger that writes to what stderr is now: tests and services replace it."""
-    import structlog
-
-    return structlog.PrintLogger(sys.stderr)
 
 
 def _trace(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:

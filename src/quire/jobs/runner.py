@@ -212,8 +212,6 @@ class ThreadRunner:
         self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
     ) -> Iterator[tuple[int | None, V | None]]:
         """See `Runner`."""
-        import numpy as np
-
         seen = np.zeros(len(expected), np.bool_)
 
         def run(task: T) -> list[tuple[int | None, V]]:

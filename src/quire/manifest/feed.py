@@ -426,8 +426,8 @@ def _read(txn: ReadTxn, first: int, limit: int, only: ChangeFilter | None) -> tu
     return changes, following
 
 
-def _gap(expected: int, found: int | None) -> ManifestDamaged:
-    return ManifestDamaged("the log has a gap", hint="run `quire manifest check`", expected=expected, found=found)
+def _gap(expected: int, read: int | None) -> ManifestDamaged:
+    return ManifestDamaged("the log has a gap", hint="run `quire manifest check`", expected=expected, found=read)
 
 
 def committed_at(txn: ReadTxn, sequence: int) -> int:

@@ -510,9 +510,7 @@ class ReadTxn:
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
         """Change records from sequence `start` on, in order."""
-        from quire.manifest.change import CHANGE_LOG
-
-        for _, record in self.scan(CHANGE_LOG, start=(start,)):
+        for _, record in self.scan(table_named(CHANGE_LOG_NAME), start=(start,)):
             yield record
 
 

@@ -230,7 +230,7 @@ def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, now_ms: int) -> bool:
     return False
 
 
-class Retention:
+class SnapshotRetention:
     """Policies of one manifest: `manifest.retention`."""
 
     def __init__(self, manifest: ManifestStore) -> None:

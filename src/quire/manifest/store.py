@@ -49,7 +49,7 @@ from quire.manifest.records import (
     DbStatus,
     NamespaceRecord,
 )
-from quire.manifest.retention import WINDOW_TAG, Retention
+from quire.manifest.retention import WINDOW_TAG, SnapshotRetention
 from quire.manifest.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ManifestStore:
         """Snapshots, forks, lineage."""
         self.jobs = JobQueue(self)
         """Work that survives crashes."""
-        self.retention = Retention(self)
+        self.retention = SnapshotRetention(self)
         """Which snapshots are kept, which are made by themselves."""
         self.leases = VersionLeases(self)
         """Versions lent to readers that read files and objects by themselves."""

@@ -166,11 +166,9 @@ def make_active(spark: SparkSession) -> None:
     """
     if is_connect(spark):
         return
-    from pyspark.sql import SparkSession
-
     classic: Any = spark
-    SparkSession._activeSession = classic
-    SparkSession._get_j_spark_session_class(classic._jvm).setActiveSession(classic._jsparkSession)
+    type(classic)._activeSession = classic
+    type(classic)._get_j_spark_session_class(classic._jvm).setActiveSession(classic._jsparkSession)
 
 
 def is_connect(spark: SparkSession) -> bool:

@@ -213,9 +213,9 @@ class Heavy:
         return self._manifest.jobs.get(job_id)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
-        heard = Steady(progress)
-        jobs = run_many(self._wiring.context, kind, db_ids, runner_name=runner, progress=heard)
-        heard.over()
+        steady = Steady(progress)
+        jobs = run_many(self._wiring.context, kind, db_ids, runner_name=runner, progress=steady)
+        steady.over()
         return jobs
 
     def _id_of(self, name: str) -> int:

@@ -26,6 +26,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.local import SetObjectPlace
 from quire.manifest.reads import ReadTxn
 from quire.objects.open import open_store
+from quire.objects.options import options_at
 from quire.objects.ownership import OwnerState, recorded_state
 from quire.store.layout import objects_url
 
@@ -109,8 +110,6 @@ def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
 
 def options_of(txn: ReadTxn, settings: StoreSettings, url: str) -> StoreOptions:
     """How the object store at `url` is reached (`objects.options.options_at`)."""
-    from quire.objects.options import options_at  # readers of a local store have no use for it
-
     return options_at(url, settings, [(row.url, row.name) for _, row in txn.scan(t.REMOTE_NAMESPACE)])
 
 

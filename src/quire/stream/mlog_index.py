@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from quire.core.errors import IllegalTransition
 from quire.stream.mlog_format import NO_SEGMENT, RECORD, RECORD_BYTES, damaged
@@ -260,9 +261,9 @@ class ManifestIndex(msgspec.Struct, eq=False):
 
     def _fold_waiting(self, segment: int) -> None:
         """Fold what waited for a segment that was opened now, and what will wait in vain: ids before it."""
-        for each in [segment, *sorted(waiting_id for waiting_id in self.waiting if waiting_id < segment)]:
-            for raw in self.waiting.pop(each, ()):
-                self._fold(RECORD.unpack_from(raw)[0], each, raw)
+        for opened_id in [segment, *sorted(waiting_id for waiting_id in self.waiting if waiting_id < segment)]:
+            for raw in self.waiting.pop(opened_id, ()):
+                self._fold(RECORD.unpack_from(raw)[0], opened_id, raw)
 
     def _fold_own(self, kind: int, raw: bytes) -> None:
         key = key_of(kind, raw[RECORD_BYTES:]).decode(errors="replace")
@@ -333,8 +334,6 @@ def replay(index: ManifestIndex, chunks: Iterable[Chunk]) -> ManifestIndex:
 
 def _columns(chunk: Chunk, skip: int) -> tuple[list[int], list[int]]:
     """Types and segments of the records behind the first `skip` ones."""
-    import numpy as np  # light commands load this module, and must not wait for numpy
-
     if chunk.places is None:
         heads = [RECORD.unpack_from(chunk.data, offset) for offset in chunk.offsets[skip:]]
         return [head[0] for head in heads], [head[3] for head in heads]

@@ -131,15 +131,15 @@ def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> li
     object's size, if it is known, is told by a compression on the way.
     Where both know a copy and differ only in its size, key or etag nothing is told: that is for `compare` to show.
     """
-    told: list[tuple[Payload, int]] = []
+    records: list[tuple[Payload, int]] = []
     for segment_id in sorted(projection.keys() | index.entries.keys()):
         info = index.get(segment_id)
         wanted = projection.get(segment_id)
         if info is None and segment_id <= index.opened_max:
             continue  # retired in the log: ids do not come back
         if info is None or wanted is None or not _agree(facts_of(info), wanted):
-            told += [(value, segment_id) for value in _becoming(info, wanted)]
-    return told
+            records += [(value, segment_id) for value in _becoming(info, wanted)]
+    return records
 
 
 def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:

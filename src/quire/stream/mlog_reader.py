@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 from quire.durable.checksums import crc64, crc64_rows
 from quire.durable.files import read_all
@@ -35,7 +36,6 @@ from quire.stream.mlog_format import (
 from quire.stream.mlog_records import Payload, RecordType, SnapshotMarker, decode
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 TOGETHER_RECORDS = 512
@@ -301,8 +301,6 @@ def _fits(data: bytes, offset: int) -> bool:
 
 
 def _places(offsets: Sequence[int]) -> NDArray[np.int64] | None:
-    import numpy as np  # light commands load this module, and must not wait for numpy
-
     if len(offsets) < TOGETHER_RECORDS:
         return None
     return np.array(offsets, np.int64) >> 3
@@ -310,8 +308,6 @@ def _places(offsets: Sequence[int]) -> NDArray[np.int64] | None:
 
 def _bad_payload(data: bytes, at: NDArray[np.int64]) -> int | None:
     """The first record whose payload does not fit its checksum, found length by length."""
-    import numpy as np
-
     words = np.frombuffer(data, "<u8", count=len(data) // 8)
     lengths = (words[at] >> np.uint64(32)).astype(np.int64)
     wrong: list[int] = []

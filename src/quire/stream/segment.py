@@ -25,6 +25,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput
 from quire.core.ids import u64
@@ -184,8 +185,6 @@ def body_of_arrow(column: pa.Array) -> Body:
     table = memoryview(offsets).cast("B")[start : start + 4 * count + 4]
     first, last = LAST.unpack_from(table)[0], LAST.unpack_from(table, 4 * count)[0]
     if first:
-        import numpy as np  # light commands load this module, and must not wait for numpy
-
         table = (np.frombuffer(table, np.int32) - np.int32(first)).view(np.uint8).data
     padding = PADDING[-len(table) % BODY_ALIGN]
     payload = memoryview(data).cast("B")[first:last] if data is not None else b""
@@ -264,8 +263,6 @@ def _are_rising(body: Bytes, count: int) -> bool:
     if count <= FEW_OFFSETS:
         offsets = list(struct.unpack_from(f"<{count + 1}i", body))
         return offsets[0] == 0 and offsets == sorted(offsets)
-    import numpy as np
-
     table = np.frombuffer(body, "<i4", count + 1)
     return bool(table[0] == 0 and (table[1:] >= table[:-1]).all())
 

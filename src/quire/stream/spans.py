@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from itertools import count, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from quire.core.limits import KIB
 from quire.durable.checksums import Bytes, crc64, crc64_rows
 from quire.stream.segment import (
@@ -31,7 +33,6 @@ from quire.stream.segment import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 SMALL_BYTES = 12 * KIB
@@ -218,8 +219,6 @@ def _small(
     raw: memoryview, offset: int, seed: int, starts: list[int], bodies: list[int]
 ) -> tuple[list[RecordSpan], int | None]:
     """All blocks as one span; and where the first bad one is."""
-    import numpy as np  # light commands load this module, and must not wait for numpy
-
     at = np.array(starts, np.int64)
     lines = np.frombuffer(raw, np.uint8, len(raw) // ALIGN * ALIGN).reshape(-1, ALIGN)
     heads = lines[at // ALIGN]
@@ -257,8 +256,6 @@ def _small(
 
 def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Of which blocks the offsets begin at 0 and never fall: Arrow reads wherever they point."""
-    import numpy as np
-
     if not len(counts):
         return np.ones(0, np.bool_)
     before = np.cumsum(counts) - counts
@@ -270,7 +267,6 @@ def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArra
 
 def _joined(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64], payload: bytes) -> Any:
     """The records of blocks whose tables begin at `origin`, as one column over their joined payloads."""
-    import numpy as np
     import pyarrow as pa
 
     total = int(counts.sum())

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import zstandard
 
 from quire.core.errors import Corruption, FormatTooNew
@@ -26,8 +27,6 @@ from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Scan, StreamSeg
 from quire.stream.spans import RecordSpan, spans_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from quire.objects.api import ObjectStore
 
 MAGIC = b"QSTRWRM1"
@@ -78,8 +77,6 @@ class WarmFrame(NamedTuple):
 @cache
 def row_dtype() -> np.dtype[np.void]:
     """The same as `ROW` and `WarmFrame`, for numpy."""
-    import numpy as np
-
     kinds = ("<u8", "<u8", "<u4", "<u4", "<u8", "<u8", "<u8")
     return np.dtype(list(zip(WarmFrame._fields, kinds, strict=True)))
 
@@ -162,8 +159,6 @@ class WarmReader:
 
     def __init__(self, read: Read, size: int, *, path: str = "", raw_bytes: int | None = None) -> None:
         """Fetches the footer and the table: one read if the table is short. `raw_bytes`: what the segment has, if known."""
-        import numpy as np  # light commands load this module, and must not wait for numpy
-
         self._read = read
         self.path = path
         self.size_bytes = size
@@ -200,8 +195,6 @@ class WarmReader:
 
         A checksum says that bytes are what somebody wrote, not who: sizes are held against each other before they are believed.
         """
-        import numpy as np
-
         rows = self._rows
         if not len(rows):
             raise self._damaged("it has no frames")
