@@ -37,9 +37,13 @@ def test_a_takeover_includes_what_was_archived_while_it_was_reading(tmp_path: Pa
     with quire.open(tmp_path / "successor") as successor:
         assert [successor.kv("cart").get(key) for key in [b"first", *written]] == [b"1", b"2", b"2", b"2"]
     with pytest.raises(quire.QuireError):
-        cart.put(b"after", b"3")
-        store.archive.wait()  # type: ignore[union-attr]
+        put_and_wait(store, b"after")
     store.close()
+
+
+def put_and_wait(store: quire.Store, key: bytes) -> None:
+    store.kv("cart").put(key, b"3")
+    store.archive.wait()  # type: ignore[union-attr]
 
 
 def test_a_seal_hands_over_everything_behind_the_known_object(tmp_path: Path) -> None:

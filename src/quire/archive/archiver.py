@@ -58,6 +58,7 @@ from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, Pe
 from quire.archive.recorder import SPOOL, Recorder, sha256_of
 from quire.archive.remote_files import number_of, remote_at
 from quire.archive.replay import parent_of_epoch
+from quire.archive.standbys import StandbyWatch
 from quire.archive.state import ArchiveState, take_state, write_state
 from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, NotArchived, QuireError, StoreFenced, Unavailable
@@ -97,6 +98,7 @@ class Archiver:
         self.queue = EventQueue()
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
         self.settings = settings
+        self.standbys = StandbyWatch(self.queue, objects)
         self._root = root
         self._disk = disk
         self._clock = clock
@@ -163,10 +165,12 @@ class Archiver:
             thread = threading.Thread(target=run, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
+        self.standbys.start(self._store_id)
 
     def close(self) -> bool:
         """Take the last cut and wait for its upload, within `close_seconds`; whether everything is in the bucket."""
         deadline = time.monotonic() + self.settings.close_seconds
+        self.standbys.close()
         with self._lock:
             self._stop = True
             self._changed.notify_all()

@@ -163,6 +163,12 @@ class DirectoryEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=12):
     path: str
 
 
+class StandbyEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=13):
+    """The owner is alive, and knows that these standbys follow it."""
+
+    standbys: tuple[str, ...]
+
+
 AnyEvent = (
     CreateEvent
     | WriteEvent
@@ -176,6 +182,7 @@ AnyEvent = (
     | CommitEvent
     | BaseEvent
     | DirectoryEvent
+    | StandbyEvent
 )
 
 _encoder = msgspec.msgpack.Encoder()

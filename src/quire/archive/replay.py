@@ -9,6 +9,11 @@ Rules
      speak of files that were gone when the base was read: those are passed over. After it, that is `Corruption`.
   2. Files are synced before the manifest's rows are committed, as the owner did it (S1); `position` is written last.
   3. Paths come from a bucket: one that leaves the directory is refused.
+  4. In a directory that is followed, readers are at work: rows that let go of a file are committed before the file is lost,
+     and a name that gets another file is never without one. Names are durable before rows are committed.
+
+What a standby keeps between two objects is the directory itself: `.files/` says which number a file has, its links say which
+names it has, remote_files.json the rest. An object that was cut off is applied again from its beginning.
 
 Threads: one. Raises `Corruption`, and what disk and manifest raise.
 """
@@ -16,7 +21,7 @@ Threads: one. Raises `Corruption`, and what disk and manifest raise.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Self
 
@@ -42,7 +47,9 @@ from quire.archive.format import (
 from quire.archive.recorder import REMOTE_FILES, Shipping, shipping
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
+from quire.core.settings import ManifestSettings
 from quire.durable import names
+from quire.durable.failpoints import hit
 from quire.durable.files import Disk, File, read_all, write_atomic
 from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
@@ -51,6 +58,8 @@ FILES = ".files"
 """In a directory that is being made: its files by number."""
 ORIGIN = "restored.json"
 """In a store's directory: what it was restored from."""
+STAGED = "staged"
+"""In `.files/`: a second link to a file, on its way to replace another."""
 OPEN_FILES_MAX = 64
 ZERO_STEP = MIB
 
@@ -72,39 +81,114 @@ class RemoteFile(msgspec.Struct, frozen=True):
     key: str
     size: int
     sha256: bytes
+    file: int = 0
+    """The inode it had in the owner's directory: a standby is told of its end by that."""
+
+
+Adapt = Callable[[str, list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]]
+"""(table, stored rows) → the rows to put instead."""
+
+
+def _as_they_are(_: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return rows
 
 
 class Replay:
     """A directory that events are applied to. `finish` it to get rid of what only replaying needs."""
 
-    def __init__(self, disk: Disk, root: str) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        root: str,
+        *,
+        adapt: Adapt = _as_they_are,
+        is_followed: bool = False,
+        settings: ManifestSettings | None = None,
+    ) -> None:
+        """`adapt` is given the rows of every commit. `is_followed`: the directory is one that readers have open (rule 4)."""
+        # constant after construction
         self._disk = disk
         self._root = os.path.abspath(root)
         self._files = os.path.join(self._root, FILES)
+        self._adapt = adapt
+        self._is_followed = is_followed
         disk.make_dirs(self._files)
-        self._rows = RowImage(os.path.join(self._root, names.MANIFEST))
+        self._rows = RowImage(os.path.join(self._root, names.MANIFEST), settings)
         self._names: dict[str, int] = {}
+        self._paths: dict[int, set[str]] = {}
+        """The inverse."""
         self._open: dict[int, File] = {}
         self._dirty: set[int] = set()
+        self._folders: set[str] = set()
+        """Directories whose names were changed and are not durable yet."""
+        self._nameless: set[int] = set()
+        """Files that have lost their last name: swept when the object that says so is applied."""
+        self._swept: set[int] = set()
         self._commits: list[tuple[TableRows, ...]] = []
         self.remote: dict[str, RemoteFile] = {}
         """Artifacts by path."""
+        self._is_remote_saved = False
         self.is_lenient = True
         """Whether the object that names the base is still to come (rule 1)."""
+        self.touched: set[str] = set()
+        """Paths without a directory that got other bytes or another file since the last `apply` began: quire.toml."""
         self.bytes_written = 0
 
+    @classmethod
+    def resume(
+        cls, disk: Disk, root: str, *, adapt: Adapt = _as_they_are, settings: ManifestSettings | None = None
+    ) -> Replay:
+        """Go on in a directory that was `settle`d. Which file has which name is read from the directory itself."""
+        replay = cls(disk, root, adapt=adapt, is_followed=True, settings=settings)
+        numbers = {
+            os.stat(os.path.join(replay._files, name)).st_ino: int(name, 16)
+            for name in disk.names(replay._files)
+            if name != STAGED
+        }
+        replay._nameless.update(numbers.values())
+        for path in _walk(replay._root):
+            number = numbers.get(os.stat(path).st_ino)
+            if number is not None:
+                replay._name(os.path.relpath(path, replay._root), number)
+        for path, file in read_remote_files(disk, root).items():
+            replay._name(path, file.file)
+            replay.remote[path] = file
+        replay._is_remote_saved = True
+        replay.is_lenient = False
+        return replay
+
     # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def apply(self, events: Iterable[AnyEvent]) -> None:
-        """Apply events in order. Files first, then rows, each durable."""
+    def apply(self, events: Iterable[AnyEvent], *, again: bool = False) -> None:
+        """Apply events in order. Files first, then rows, each durable. `again`: a life that was cut off may have applied some
+        of them; a file that it had begun to replace may be missing until its creation comes."""
+        self.touched.clear()
+        was_lenient, self.is_lenient = self.is_lenient, self.is_lenient or again
         for event in events:
-            self._apply(event)
+            if isinstance(event, BaseEvent):
+                was_lenient = False
+                self.is_lenient = again
+            else:
+                self._apply(event)
+        self.is_lenient = was_lenient
+        self._flush()
+
+    def _flush(self) -> None:
+        """Files, their names, then rows: as the owner did it (S1)."""
         for number in list(self._dirty):
             if (file := self._open.get(number)) is not None:
                 file.sync()
         self._dirty.clear()
+        if self._is_followed:
+            for folder in sorted(self._folders):
+                with suppress(FileNotFoundError):
+                    self._disk.sync_dir(folder)
+            self._folders.clear()
+            self._save_remote()
+            hit("archive.replay.files")
         commits, self._commits = self._commits, []
         if commits:
             self._rows.apply(commits)
+            hit("archive.replay.rows")
 
     def _apply(self, event: AnyEvent) -> None:
         match event:
@@ -116,44 +200,57 @@ class Replay:
                 if (file := self._file(event.file)) is not None:
                     _write_zeros(file, event.offset, event.length)
             case TruncateEvent():
+                self._before_loss()
                 if (file := self._file(event.file)) is not None:
                     file.truncate(event.size)
             case ReserveEvent():
                 if (file := self._file(event.file)) is not None and file.size() < event.size:
                     file.truncate(event.size)
             case CreateEvent():
+                self._before_loss()
                 self._create(event.file, event.path)
             case RenameEvent():
+                self._before_loss()
                 self._bind(event.file, event.path)
                 if self._names.get(event.former) == event.file and event.former != event.path:
                     self._unbind(event.former)
             case LinkEvent():
                 self._bind(event.file, event.path)
             case RemoveEvent():
+                self._before_loss()
                 if self._names.get(event.path) == event.file:
                     self._unbind(event.path)
             case ArtifactEvent():
                 self._unbind(event.path)
-                self._names[self._checked(event.path)] = event.file
-                self.remote[event.path] = RemoteFile(event.key, event.size, event.sha256)
+                self._name(self._checked(event.path), event.file)
+                self.remote[event.path] = RemoteFile(event.key, event.size, event.sha256, event.file)
+                self._is_remote_saved = False
             case CommitEvent():
-                self._commits.append(event.tables)
+                self._commits.append(
+                    tuple((name, self._adapt(name, puts), deletes) for name, puts, deletes in event.tables)
+                )
             case DirectoryEvent():
                 self._disk.make_dirs(os.path.join(self._root, self._checked(event.path)))
-            case BaseEvent():
-                self.is_lenient = False
+            case _:
+                """A standby's, or the base's."""
+
+    def _before_loss(self) -> None:
+        """Rows first that let go of what is about to be lost: readers find by them (rule 4)."""
+        if self._is_followed and self._commits:
+            self._flush()
 
     def _file(self, number: int) -> File | None:
         if (file := self._open.get(number)) is None:
             path = self._content(number)
             if not self._disk.exists(path):
-                if self.is_lenient:
+                if self.is_lenient or number in self._swept:
                     return None
                 raise Corruption("the archive writes to a file that it never made", file=number)
             if len(self._open) >= OPEN_FILES_MAX:
                 self._close_one()
             file = self._open[number] = self._disk.open(path)
         self._dirty.add(number)
+        self.touched.update(path for path in self._paths.get(number, ()) if "/" not in path)
         return file
 
     def _close_one(self) -> None:
@@ -170,11 +267,14 @@ class Replay:
         """A number that was used before belongs to a new file now."""
         if (file := self._open.pop(number, None)) is not None:
             file.close()
-        for name in [name for name, bound in self._names.items() if bound == number]:
+        for name in list(self._paths.get(number, ())):
             self._unbind(name)
         with suppress(FileNotFoundError):
             self._disk.remove(self._content(number))
+        hit("archive.replay.replaced")
         self._disk.open(self._content(number), create=True).close()
+        self._folders.add(self._files)
+        self._swept.discard(number)
         self._bind(number, path)
 
     def _bind(self, number: int, path: str) -> None:
@@ -182,21 +282,51 @@ class Replay:
         if self._names.get(path) == number:
             return
         if not self._disk.exists(self._content(number)):
-            if self.is_lenient:
+            if self.is_lenient or number in self._swept:
                 return
             raise Corruption("the archive names a file that it never made", file=number, path=path)
-        self._unbind(path)
         self._disk.make_dirs(os.path.dirname(target))
-        self._disk.link(self._content(number), target)
-        self._names[path] = number
+        if self._is_followed and path not in self.remote and self._disk.exists(target):
+            # Readers find one file or the other under this name, never none.
+            staged = os.path.join(self._files, STAGED)
+            with suppress(FileNotFoundError):
+                self._disk.remove(staged)
+            self._disk.link(self._content(number), staged)
+            self._disk.rename(staged, target)
+            self._unname(path)
+        else:
+            self._unbind(path)
+            self._disk.link(self._content(number), target)
+        self._folders.add(os.path.dirname(target))
+        self._name(path, number)
 
     def _unbind(self, path: str) -> None:
-        number = self._names.pop(path, None)
-        if number is None:
+        if self._names.get(path) is None:
             return
         if self.remote.pop(path, None) is None:
+            target = os.path.join(self._root, self._checked(path))
             with suppress(FileNotFoundError):
-                self._disk.remove(os.path.join(self._root, self._checked(path)))
+                self._disk.remove(target)
+            self._folders.add(os.path.dirname(target))
+        else:
+            self._is_remote_saved = False
+        self._unname(path)
+
+    def _name(self, path: str, number: int) -> None:
+        self._names[path] = number
+        self._paths.setdefault(number, set()).add(path)
+        self._nameless.discard(number)
+        if "/" not in path:
+            self.touched.add(path)
+
+    def _unname(self, path: str) -> None:
+        number = self._names.pop(path, None)
+        if number is not None:
+            paths = self._paths[number]
+            paths.discard(path)
+            if not paths:
+                del self._paths[number]
+                self._nameless.add(number)
 
     def _checked(self, path: str) -> str:
         parts = path.split("/")
@@ -205,6 +335,36 @@ class Replay:
         if any(part in ("", ".", "..") for part in parts) or "\0" in path:
             raise Corruption("the archive has a path that leaves the store", path=path)
         return path
+
+    # ── between two objects ───────────────────────────────────────────────────────────────────────────────────────────
+    def sweep(self) -> None:
+        """Remove files without a name. After the position is durable: until then the object may have to be applied again."""
+        for number in self._nameless:
+            if (file := self._open.pop(number, None)) is not None:
+                file.close()
+            self._dirty.discard(number)
+            with suppress(FileNotFoundError):
+                self._disk.remove(self._content(number))
+            self._swept.add(number)
+        self._nameless.clear()
+
+    def settle(self) -> None:
+        """Have everything durable, so that `resume` can go on here."""
+        self._save_remote()
+        for file in self._open.values():
+            file.sync()
+        self.sweep()
+        self._sync_folders()
+
+    def _save_remote(self) -> None:
+        if not self._is_remote_saved:
+            write_atomic(self._disk, os.path.join(self._root, REMOTE_FILES), msgspec.json.encode(self.remote))
+            self._is_remote_saved = True
+
+    def _sync_folders(self) -> None:
+        folders = {os.path.dirname(os.path.join(self._root, path)) for path in self._names if path not in self.remote}
+        for folder in sorted(folders | {self._root}):
+            self._disk.sync_dir(folder)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -218,14 +378,13 @@ class Replay:
 
     def finish(self) -> None:
         """Write down what stayed in the bucket; remove what only replaying needs; have all names durable."""
-        write_atomic(self._disk, os.path.join(self._root, REMOTE_FILES), msgspec.json.encode(self.remote))
+        self._is_remote_saved = False
+        self._save_remote()
         self.close()
         for name in self._disk.names(self._files):
             self._disk.remove(os.path.join(self._files, name))
         self._disk.remove_dir(self._files)
-        folders = {os.path.dirname(os.path.join(self._root, path)) for path in self._names if path not in self.remote}
-        for folder in sorted(folders | {self._root}):
-            self._disk.sync_dir(folder)
+        self._sync_folders()
 
     def close(self) -> None:
         for file in self._open.values():
@@ -239,6 +398,14 @@ class Replay:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _walk(root: str) -> Iterator[str]:
+    """The files of a store's directory that an owner's archive may have named."""
+    yield from (path for name in (names.CONFIG,) if os.path.isfile(path := os.path.join(root, name)))
+    for part in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
+        for folder, _, present in os.walk(os.path.join(root, part)):
+            yield from (os.path.join(folder, name) for name in present)
 
 
 def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:

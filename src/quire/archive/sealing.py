@@ -28,7 +28,6 @@ from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
 from quire.objects.api import ExistingObject, ObjectStore
 
-
 Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
 """(header, digest, events) of an object that the owner wrote before the seal."""
 

@@ -83,6 +83,27 @@ def parse_owner_key(key: str) -> tuple[str, int, int] | None:
     return match[1], int(match[2], 16), int(match[3], 16)
 
 
+# ── who follows a store, and who was made of it ───────────────────────────────────────────────────────────────────────
+def standby_prefix(store_id: str) -> str:
+    """Below it standbys of a store make themselves known."""
+    return f"{store_prefix(store_id)}/standby"
+
+
+def standby_key(store_id: str, standby_id: str) -> str:
+    """The object of one standby."""
+    return f"{standby_prefix(store_id)}/{store_prefix(standby_id)}"
+
+
+def clones_prefix(store_id: str) -> str:
+    """Below it are the clones of a store that read its objects."""
+    return f"{store_prefix(store_id)}/clones"
+
+
+def clone_key(store_id: str, clone_id: str) -> str:
+    """The object of one clone: its own store_id is its name."""
+    return f"{clones_prefix(store_id)}/{store_prefix(clone_id)}"
+
+
 # ── a stream's manifest log: chunks, snapshots, bundles ───────────────────────────────────────────────────────────────
 def log_prefix(stream_id: int) -> str:
     """What all object keys of a stream's manifest log begin with."""

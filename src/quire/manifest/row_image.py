@@ -40,10 +40,16 @@ class RowImage:
     def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
         self._env = ManifestEnv(path, settings or ManifestSettings(), write=True)
 
-    def apply(self, commits: Iterable[Iterable[TableRows]]) -> None:
-        """Put and delete rows, in order, durably."""
+    def replace(self, blocks: Iterable[TableRows]) -> None:
+        """Have these rows, and no others in the tables that are archived; one transaction."""
+        self.apply([blocks], emptied=[name for name in (*t.TABLES, CHANGE_LOG_NAME) if name not in t.NOT_ARCHIVED])
+
+    def apply(self, commits: Iterable[Iterable[TableRows]], *, emptied: Iterable[str] = ()) -> None:
+        """Empty some tables, then put and delete rows, in order, durably."""
         txn: Any = self._env.begin_write()
         try:
+            for name in emptied:
+                txn.drop(self._env.handles[name], delete=False)
             for tables in commits:
                 for name, puts, deletes in tables:
                     handle = self._env.handles.get(name)

@@ -379,6 +379,14 @@ class Ownership:
         self._fence(error)
         return error
 
+    def _claimed(self, newest: tuple[int, int, OwnerObject | None] | None) -> OwnerFile | None:
+        """The epoch that this directory has claimed and not begun yet (`claim_epoch`), if nobody came after it."""
+        known = read_file(self._disk, self._root)
+        if known is None or newest is None or newest[2] is None or known.store_id != self._store_id:
+            return None
+        is_ours = (known.epoch, known.session, known.nonce) == (newest[0], newest[1], newest[2].nonce)
+        return known if is_ours and known.epoch > self._epoch else None
+
     # ── a new owner ───────────────────────────────────────────────────────────────────────────────────────────────────
     def take_over(self, begin_epoch: Callable[[int], int]) -> OwnerState:
         """Begin an owner epoch above all that the bucket has, and its first session: whoever wrote before is fenced.
@@ -393,14 +401,41 @@ class Ownership:
                 hint = "see who put it there; if nobody did, remove that object"
                 where = {"epoch": self._epoch, "found": highest, "store": self._place().url}
                 raise Corruption(what, hint=hint, **where)
-            self._epoch = begin_epoch(highest + 1)
+            claimed = self._claimed(newest)
+            self._epoch = begin_epoch(claimed.epoch if claimed is not None else highest + 1)
             hit("objects.ownership.epoch_begun")
-            nonce = secrets.token_hex(NONCE_CHARACTERS // 2)
+            nonce = claimed.nonce if claimed is not None else secrets.token_hex(NONCE_CHARACTERS // 2)
             self._record = OwnerFile(store_id=self._store_id, epoch=self._epoch, session=1, nonce=nonce)
             write_file(self._disk, self._root, self._record)
             hit("objects.ownership.recorded")
             self._look()
         return self.state
+
+
+def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> bool:
+    """Claim an owner epoch for a directory that is not a store yet; whether it is ours. `take_over` goes on with it.
+
+    Recorded before it is created: after a kill in between, the claim is recognised by its nonce.
+    """
+    record = read_file(disk, root)
+    if record is None or (record.store_id, record.epoch, record.session) != (store_id, epoch, 1) or record.successor:
+        nonce = secrets.token_hex(NONCE_CHARACTERS // 2)
+        record = OwnerFile(store_id=store_id, epoch=epoch, session=1, nonce=nonce)
+        write_file(disk, root, record)
+        hit("objects.ownership.recorded")
+    key, nonce = owner_key(store_id, epoch, 1), record.nonce
+    owner = OwnerObject(store_id=store_id, nonce=nonce, host=os.uname().nodename, pid=os.getpid(), created_at_ms=now_ms)
+
+    def is_ours(existing: ExistingObject) -> bool:
+        present = _read(existing.store, key)
+        return present is not None and present.nonce == nonce
+
+    try:
+        store.put(key, encode_object(owner), create_only=True, identity=is_ours)
+    except AlreadyExists:
+        return False
+    hit("objects.ownership.created")
+    return True
 
 
 def newest_owner(

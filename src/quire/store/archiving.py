@@ -14,8 +14,9 @@ from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
 from quire.archive.replay import read_origin
 from quire.archive.sealing import former_epoch, missed, seal
+from quire.archive.standby_state import Phase, read_state
 from quire.archive.state import take_state
-from quire.core.errors import ArchiveAhead, InvalidConfig
+from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
 from quire.store import object_location
 from quire.store.layout import objects_url
 from quire.store.store import Store
@@ -74,6 +75,14 @@ def _with_remote_files(disk: Disk, root: str, objects: Callable[[], ObjectStore]
     if not disk.exists(os.path.join(root, REMOTE_FILES)):
         return disk
     return RemoteFiles(disk, root, objects)
+
+
+def refuse_standby(disk: Disk, root: str) -> None:
+    """Raise `StoreFenced` for a standby's directory: it is another owner's. A promotion opens it once everything is there."""
+    state = read_state(disk, root)
+    if state is not None and state.phase is not Phase.SEALED:
+        hint = f"`quire promote {root}` makes it the owner; to look, open it with mode='r'"
+        raise StoreFenced("this directory is a standby of another owner", hint=hint, path=root)
 
 
 def refuse_behind(store: Store, *, discard: bool) -> None:

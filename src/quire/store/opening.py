@@ -29,7 +29,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_location
-from quire.store.archiving import open_archived, open_beside, refuse_behind, seal_former
+from quire.store.archiving import open_archived, open_beside, refuse_behind, refuse_standby, seal_former
 from quire.store.store import Mode, Store
 
 
@@ -101,6 +101,7 @@ def _open_owner(
         raise layout.foreign(root)
     if state is layout.DirectoryState.NOTHING:
         layout.make_directory(disk, root)
+    refuse_standby(disk, root)
     lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
     try:
         state = layout.look(disk, root)  # again: before we had the lock another process may have been making the store

@@ -96,19 +96,19 @@ def restore(
         point = find(bucket, store_id or the_store(bucket), at_ms)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
-            digest, count, size = _replay(bucket, point, replay, progress or _silent)
+            digest, count, size = replay_point(bucket, point, replay, progress or silent)
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
-            _correct(replay, root, url)
+            correct(replay, root, url)
             origin = Origin(
                 store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
             )
             write_origin(disk, root, origin)
-            _write_config(disk, root, url)
+            write_config(disk, root, url)
             replay.finish()
         _recover(root, disk, clock)
         if takeover:
-            with opening.open(root, takeover=True, clock=clock, disk=disk, settings=_quiet(disk, root)):
+            with opening.open(root, takeover=True, clock=clock, disk=disk, settings=quiet_settings(disk, root)):
                 pass
         else:
             owner = OwnerFile(
@@ -136,7 +136,7 @@ def restore(
         bucket.close()
 
 
-def _silent(step: str, done: int, total: int) -> None:
+def silent(step: str, done: int, total: int) -> None:
     """Nobody looks."""
 
 
@@ -150,7 +150,9 @@ def the_store(bucket: ObjectStore) -> str:
     raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=known)
 
 
-def _replay(bucket: ObjectStore, point: RestorePoint, replay: Replay, progress: Progress) -> tuple[bytes, int, int]:
+def replay_point(
+    bucket: ObjectStore, point: RestorePoint, replay: Replay, progress: Progress
+) -> tuple[bytes, int, int]:
     """(digest of the last object, objects, bytes)"""
     first = Position(point.position.epoch, point.base.first_log)
     parts, logs = len(point.base.parts), point.position.number - first.number + 1
@@ -193,7 +195,7 @@ def _seal(
 
 def _recover(root: str, disk: Disk, clock: Clock) -> None:
     """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
-    with opening.open(root, create=False, settings=_quiet(disk, root), clock=clock, disk=disk) as store:
+    with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
         store.rights.refuse("a restored directory is nobody's until it is taken over")
         with store.manifest.read() as txn:
             written = [
@@ -203,7 +205,7 @@ def _recover(root: str, disk: Disk, clock: Clock) -> None:
             store.pages.open(db_id)
 
 
-def _quiet(disk: Disk, root: str) -> StoreSettings:
+def quiet_settings(disk: Disk, root: str) -> StoreSettings:
     """The store's settings, with nothing that works in the background."""
     settings = layout.read_config(disk, root, None)
     return msgspec.structs.replace(
@@ -213,7 +215,7 @@ def _quiet(disk: Disk, root: str) -> StoreSettings:
     )
 
 
-def _write_config(disk: Disk, root: str, url: str) -> None:
+def write_config(disk: Disk, root: str, url: str) -> None:
     """The store's own quire.toml, with the bucket it came from."""
     path = os.path.join(root, names.CONFIG)
     try:
@@ -228,7 +230,7 @@ def _write_config(disk: Disk, root: str, url: str) -> None:
 
 
 # ── rows that speak of the former machine ─────────────────────────────────────────────────────────────────────────────
-def _correct(replay: Replay, root: str, url: str) -> None:
+def correct(replay: Replay, root: str, url: str) -> None:
     """Hot copies of chunks did not come; objects are where they were read from; the feed begins with its first change."""
     rows = replay.rows()
     with rows.read() as txn:

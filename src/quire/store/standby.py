@@ -1,0 +1,555 @@
+"""A standby: a directory that follows an owner's archive, is read meanwhile, and becomes the owner when that is gone (A11).
+
+Terms
+  follow    apply the log objects of the owner in the order of their numbers, each whole
+  rebuild   restore the newest base and the log behind it beside the directory, then exchange the two: at the beginning, after a
+            broken chain, behind objects that were trimmed, and when another owner has taken over
+  silence   time in which the bucket answered and had no new object; it counts once the owner has named this standby
+
+It runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner had
+published at the last object. Which step comes next after a kill: archive/standby_state.py.
+
+Promotion: claim the next owner epoch (one object, created once: of two standbys one succeeds), seal the owner's log and apply
+what it wrote until then, take over. The former owner meets the seal and acknowledges nothing more.
+
+Threads: one. The lock of the directory is held while it is open. Raises `StoreLocked`, `StoreFenced`, `InvalidInput`,
+`Corruption`, and what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from typing import TYPE_CHECKING, Self
+from uuid import uuid4
+
+import msgspec
+from msgspec.structs import replace
+
+from quire.archive import standby_state
+from quire.archive.chain import RestorePoint, epochs, find, header_of, log_positions
+from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
+from quire.archive.recorder import REMOTE_FILES
+from quire.archive.replay import FILES, Origin, Replay, write_origin
+from quire.archive.sealing import seal
+from quire.archive.standby_state import Phase, StandbyState
+from quire.archive.standbys import HEARTBEAT_SECONDS, REFRESH_SECONDS, Registration, register
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import (
+    Corruption,
+    InvalidInput,
+    ObjectNotFound,
+    QuireError,
+    StoreFenced,
+    Unavailable,
+)
+from quire.core.events import emit
+from quire.durable import names
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, OsDisk, read_all, remove_tree, write_atomic
+from quire.durable.locks import FileLock
+from quire.durable.object_names import standby_key
+from quire.jobs.enqueue import has_open_segment
+from quire.manifest import tables as t
+from quire.manifest.records import DbKind, MetaRecord, Residency
+from quire.manifest.row_image import RowImage, image
+from quire.objects.open import open_store
+from quire.objects.ownership import claim_epoch, newest_owner
+from quire.store import layout, opening
+from quire.store.restoring import Progress, correct, quiet_settings, replay_point, silent, the_store, write_config
+
+if TYPE_CHECKING:
+    from quire.objects.options import StoreOptions
+
+STAGED = ".next"
+"""In a standby's directory: what is being restored beside it."""
+REPLACED = ".old"
+"""In a standby's directory: what that replaced."""
+PARTS = (FILES, names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE)
+POLL_SECONDS = 0.25
+"""Between two looks for the next object: half of what may be added to the owner's own interval, with room for the answer."""
+GAP_SECONDS = 10.0
+"""Between two looks whether the log was trimmed in front of us."""
+COUNTED_SECONDS_MAX = 2.0
+"""Silence between two looks counts for at most this: a standby that slept has heard nothing."""
+
+
+class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a standby has come."""
+
+    path: str
+    store_id: str
+    url: str
+    phase: str
+    position: Position
+    at_ms: int
+    """The owner's clock at the last object that was applied."""
+    objects: int
+    """Applied since it was opened."""
+    rebuilds: int
+    is_named: bool
+    """Whether the owner knows of it."""
+    silent_seconds: float
+
+
+class Promoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A standby has become the owner."""
+
+    path: str
+    store_id: str
+    owner_epoch: int
+    position: Position
+    """The last object of the former owner: all of it up to there is here."""
+    seconds: float
+
+
+class Standby:
+    """A standby in `directory` of the store that is archived at `url`."""
+
+    def __init__(
+        self,
+        url: str,
+        directory: str | os.PathLike[str],
+        *,
+        store_id: str = "",
+        options: StoreOptions | None = None,
+        disk: Disk | None = None,
+        clock: Clock | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        # constant after construction
+        self.path = os.path.abspath(os.fspath(directory))
+        self.url = url if "://" in url else os.path.abspath(url)
+        self.standby_id = str(uuid4())
+        """A new one each time: a heartbeat that names it was written after it was registered."""
+        self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
+        self._progress = progress or silent
+        self._bucket = open_store(self.url, options=options)
+        # the standby's thread's own
+        self._replay: Replay | None = None
+        self._is_first = True
+        """The next object may have been applied in part, by a life that was cut off."""
+        self._waits_for_base = False
+        self._objects = self._rebuilds = 0
+        self._is_named = False
+        self._silence = 0.0
+        self._registered_at = self._gap_looked_at = float("-inf")
+        try:
+            self._lock: FileLock | None = self._take_lock()
+        except BaseException:
+            self._bucket.close()
+            raise
+        try:
+            self._state = self._begin(store_id)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self) -> FileLock:
+        self._disk.make_dirs(self.path)
+        return FileLock.acquire(os.path.join(self.path, names.LOCK), self._clock)
+
+    def _begin(self, store_id: str) -> StandbyState:
+        state = standby_state.read_state(self._disk, self.path)
+        if state is None:
+            if layout.look(self._disk, self.path) is not layout.DirectoryState.EMPTY:
+                hint = "use a new or an empty directory; a store that was promoted is opened, not followed into"
+                raise InvalidInput("the directory is not empty and not a standby", hint=hint, path=self.path)
+            state = StandbyState(store_id=store_id or the_store(self._bucket), url=self.url)
+            standby_state.write_state(self._disk, self.path, state)
+        if store_id and store_id != state.store_id:
+            hint = "use another directory"
+            raise InvalidInput("this directory follows another store", hint=hint, follows=state.store_id)
+        return state
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Stop following; the directory stays as it is, and the next `Standby` goes on."""
+        self._close_replay()
+        with suppress(QuireError):  # an entry that stays is forgotten by the owner
+            if self._registered_at != float("-inf"):
+                self._bucket.delete(standby_key(self._state.store_id, self.standby_id))
+        self._bucket.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+            self._replay = None
+
+    @property
+    def status(self) -> StandbyStatus:
+        """How far it has come."""
+        state = self._state
+        return StandbyStatus(
+            path=self.path,
+            store_id=state.store_id,
+            url=self.url,
+            phase="waiting for a base" if self._waits_for_base else str(state.phase),
+            position=state.position,
+            at_ms=state.at_ms,
+            objects=self._objects,
+            rebuilds=self._rebuilds,
+            is_named=self._is_named,
+            silent_seconds=self._silence,
+        )
+
+    def _save(self, state: StandbyState) -> None:
+        standby_state.write_state(self._disk, self.path, state)
+        self._state = state
+
+    # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def run(
+        self,
+        *,
+        promote_after: float | None = None,
+        stop: threading.Event | None = None,
+        each: Callable[[StandbyStatus], None] | None = None,
+    ) -> Promoted | None:
+        """Follow until `stop` is set. With `promote_after`, take over after that many seconds of silence.
+
+        Automatic promotion never deposes another standby that was promoted: this one then follows that.
+        """
+        if promote_after is not None and promote_after <= 2 * HEARTBEAT_SECONDS:
+            what = f"--promote-after must be more than {2 * HEARTBEAT_SECONDS:g} seconds"
+            raise InvalidInput(what, hint=f"the owner is heard from every {HEARTBEAT_SECONDS:g} seconds")
+        stop = stop or threading.Event()
+        looked_at: float | None = None
+        while not stop.is_set():
+            try:
+                self._register_if_due()
+                applied = self.poll()
+            except Unavailable as error:
+                emit("warning", "standby.delayed", path=self.path, error=str(error))
+                looked_at = None  # the silence of a bucket says nothing about the owner
+                stop.wait(1.0)
+                continue
+            now = time.monotonic()
+            self._count_silence(applied, now - looked_at if looked_at is not None else 0.0)
+            looked_at = now
+            if each is not None and applied:
+                each(self.status)
+            if promote_after is not None and self._silence >= promote_after:
+                try:
+                    return self.promote()
+                except StoreFenced as error:
+                    emit("warning", "standby.overtaken", path=self.path, error=str(error))
+                    self._silence = 0.0
+            stop.wait(POLL_SECONDS)
+        return None
+
+    def _count_silence(self, applied: int, seconds: float) -> None:
+        if applied or not self._is_named or self._waits_for_base:
+            self._silence = 0.0
+        else:
+            self._silence += min(seconds, COUNTED_SECONDS_MAX)
+
+    def _register_if_due(self) -> None:
+        if time.monotonic() - self._registered_at >= REFRESH_SECONDS:
+            registration = Registration(
+                standby_id=self.standby_id,
+                host=os.uname().nodename,
+                pid=os.getpid(),
+                position=self._state.position,
+                at_ms=self._clock.now_ms(),
+            )
+            register(self._bucket, self._state.store_id, registration)
+            self._registered_at = time.monotonic()
+
+    def poll(self) -> int:
+        """Apply what is there; the number of objects."""
+        before = self._objects
+        if self._state.phase in (Phase.PROMOTING, Phase.SEALED):
+            hint = "run `quire promote` again"
+            raise InvalidInput("a promotion of this directory has begun", hint=hint, path=self.path)
+        if self._state.phase is Phase.SWAPPING:
+            self._swap()
+        if self._state.phase is Phase.BEGUN:
+            self._rebuild(find(self._bucket, self._state.store_id))
+        if self._waits_for_base and not self._rebuild_if_newer():
+            return 0
+        try:
+            while self._apply_next():
+                pass
+        except Corruption as error:  # ours or the log's: a base tells
+            emit("warning", "standby.rebuilt", path=self.path, error=str(error))
+            self._waits_for_base = True
+            if not self._rebuild_if_newer():
+                raise
+        self._look_for_gap()
+        return self._objects - before
+
+    def _apply_next(self) -> bool:
+        state = self._state
+        key = log_key(state.store_id, Position(state.position.epoch, state.position.number + 1))
+        try:
+            data = self._bucket.get(key)
+        except ObjectNotFound:
+            return False
+        header, events = decode_object(data, key)
+        if header.parent_digest != state.digest:
+            raise Corruption("the archive's log is not the one that was followed", key=key)
+        if header.kind is Kind.SEAL or header.restorable != header.position.number:
+            self._waits_for_base = True
+            return self._rebuild_if_newer()
+        self._apply(header, sha256(data).digest(), events)
+        return True
+
+    def _apply(self, header: Header, digest: bytes, events: list[AnyEvent]) -> None:
+        """One object: files, names, rows, then the position. A kill in between: the object is applied again."""
+        replay = self._following()
+        replay.apply(events, again=self._is_first)
+        if names.CONFIG in replay.touched:
+            write_config(self._disk, self.path, self.url)
+        hit("standby.applied")
+        self._save(replace(self._state, position=header.position, digest=digest, at_ms=header.at_ms))
+        hit("standby.noted")
+        replay.sweep()
+        self._is_first = False
+        self._objects += 1
+        if any(isinstance(event, StandbyEvent) and self.standby_id in event.standbys for event in events):
+            self._is_named = True
+
+    def _following(self) -> Replay:
+        if self._replay is None:
+            self._replay = Replay.resume(self._disk, self.path, adapt=self._adapt)
+            self._is_first = True
+        return self._replay
+
+    def _adapt(self, table: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Rows that speak of the owner's machine, as in a restore (`restoring.correct`)."""
+        if table in (t.CHUNK_CATALOG.name, t.CHUNK_DELTA_INDEX.name):
+            codec = (t.CHUNK_CATALOG if table == t.CHUNK_CATALOG.name else t.CHUNK_DELTA_INDEX).rows
+            records = [(key, codec.decode(key, row)) for key, row in rows]
+            return codec.encode_all(
+                (key, replace(row, residency=Residency.EVICTED))
+                if row.residency is Residency.LOCAL_AND_REMOTE
+                else (key, row)
+                for key, row in records
+            )
+        if table != t.META.name:
+            return rows
+        place, oldest = t.META.key.pack(t.OBJECT_PLACE), t.META.key.pack("oldest_sequence")
+        kept = [(key, row) for key, row in rows if key not in (place, oldest)]
+        for key, row in rows:
+            if key == oldest:
+                number = max(t.META.rows.decode(key, row).number, self._state.oldest_change)
+                kept += t.META.rows.encode_all([(key, MetaRecord(number=number))])
+        return kept
+
+    # ── rebuilding ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _look_for_gap(self) -> None:
+        """A log that was trimmed in front of us, while we were away, begins behind the object we wait for."""
+        if time.monotonic() - self._gap_looked_at < GAP_SECONDS:
+            return
+        self._gap_looked_at = time.monotonic()
+        position = self._state.position
+        later = log_positions(self._bucket, self._state.store_id, position.epoch, after=position)
+        is_gap = bool(later) and later[0].number != position.number + 1
+        if is_gap or any(epoch > position.epoch for epoch in epochs(self._bucket, self._state.store_id)):
+            self._rebuild_if_newer()
+
+    def _rebuild_if_newer(self) -> bool:
+        """Begin again with a state that cannot be reached by following, once there is one."""
+        try:
+            point = find(self._bucket, self._state.store_id)
+        except (InvalidInput, ObjectNotFound):
+            return False  # no base yet
+        if point.position <= self._state.position:
+            return False
+        self._rebuild(point)
+        return True
+
+    def _rebuild(self, point: RestorePoint) -> None:
+        self._close_replay()
+        staged = os.path.join(self.path, STAGED)
+        self._remove(STAGED)
+        self._disk.make_dirs(staged)
+        with Replay(self._disk, staged) as replay:
+            digest, objects, _ = replay_point(self._bucket, point, replay, self._progress)
+            correct(replay, self.path, self.url)
+            with replay.rows().read() as txn:
+                oldest = txn.feed_bounds()[0]
+            for part in PARTS:
+                self._disk.make_dirs(os.path.join(staged, part))
+            replay.settle()
+        hit("standby.staged")
+        self._save(
+            replace(
+                self._state,
+                phase=Phase.SWAPPING,
+                position=point.position,
+                digest=digest,
+                at_ms=point.at_ms,
+                oldest_change=oldest,
+            )
+        )
+        self._objects += objects
+        self._rebuilds += 1
+        self._swap()
+
+    def _swap(self) -> None:
+        """The staged directory becomes this one: its parts by renaming, its rows in one transaction, because readers have the
+        manifest open. Each step is done or not done; together they can be repeated."""
+        staged = os.path.join(self.path, STAGED)
+        for part in PARTS:
+            source, target = os.path.join(staged, part), os.path.join(self.path, part)
+            if self._disk.exists(source):
+                if self._disk.exists(target):
+                    self._remove(f"{REPLACED}/{part}")
+                    self._disk.make_dirs(os.path.join(self.path, REPLACED))
+                    self._disk.rename(target, os.path.join(self.path, REPLACED, part))
+                self._disk.rename(source, target)
+                hit("standby.part_swapped")
+        if self._disk.exists(remote := os.path.join(staged, REMOTE_FILES)):
+            self._disk.rename(remote, os.path.join(self.path, REMOTE_FILES))
+        self._disk.sync_dir(self.path)
+        if self._disk.exists(config := os.path.join(staged, names.CONFIG)):
+            # A copy: the owner's next change of that file must not reach this one through its number.
+            write_atomic(self._disk, os.path.join(self.path, names.CONFIG), read_all(self._disk, config))
+        write_config(self._disk, self.path, self.url)
+        self._swap_rows(os.path.join(staged, names.MANIFEST), os.path.join(self.path, names.MANIFEST))
+        hit("standby.rows_swapped")
+        self._save(replace(self._state, phase=Phase.FOLLOWING))
+        self._remove(STAGED)
+        self._remove(REPLACED)
+        self._waits_for_base = False
+
+    def _swap_rows(self, source: str, target: str) -> None:
+        if not self._disk.exists(source):
+            return
+        if not self._disk.exists(target):
+            self._disk.rename(source, target)
+            self._disk.sync_dir(self.path)
+            return
+        with RowImage(source) as staged, staged.read() as txn, RowImage(target) as rows:
+            rows.replace(image(txn, 0))
+
+    def _remove(self, name: str) -> None:
+        path = os.path.join(self.path, name)
+        if self._disk.exists(path):
+            remove_tree(self._disk, path)
+
+    # ── becoming the owner ────────────────────────────────────────────────────────────────────────────────────────────
+    def promote(self, *, discard: bool = False) -> Promoted:
+        """Become the owner: nothing that the former one acknowledged in mode `sync` is lost. The standby is closed.
+
+        Another standby that was promoted before is not deposed, unless `discard` says so: what it wrote is then lost.
+        """
+        started = time.monotonic()
+        if self._state.phase not in (Phase.PROMOTING, Phase.SEALED):
+            self.poll()
+            self._claim(discard)
+        if self._state.phase is Phase.PROMOTING:
+            self._seal()
+        epoch, position, store_id = self._state.owner_epoch, self._state.position, self._state.store_id
+        self._take_over()
+        seconds = time.monotonic() - started
+        emit("info", "standby.promoted", path=self.path, owner_epoch=epoch, seconds=round(seconds, 3))
+        return Promoted(path=self.path, store_id=store_id, owner_epoch=epoch, position=position, seconds=seconds)
+
+    def _claim(self, discard: bool) -> None:
+        state = self._state
+        newest = newest_owner(self._bucket, state.store_id)
+        highest = max(newest[0] if newest is not None else 0, *epochs(self._bucket, state.store_id))
+        if highest > state.position.epoch and not discard:
+            raise self._overtaken_by(highest)
+        self._save(replace(state, phase=Phase.PROMOTING, owner_epoch=highest + 1))
+        hit("standby.promoting")
+
+    def _overtaken_by(self, epoch: int) -> StoreFenced:
+        what = f"owner epoch {epoch} has taken this store over"
+        hint = (
+            "run `quire standby` again: it follows the new owner; if that is gone for good, `quire promote --discard`"
+        )
+        return StoreFenced(what, hint=hint, path=self.path)
+
+    def _seal(self) -> None:
+        state = self._state
+        epoch = state.owner_epoch
+        if not claim_epoch(self._bucket, self._disk, self.path, state.store_id, epoch, self._clock.now_ms()):
+            self._save(replace(state, phase=Phase.FOLLOWING, owner_epoch=0))
+            raise self._overtaken_by(epoch)
+        hit("standby.claimed")
+        chain = [not self._waits_for_base]
+
+        def overtaken(header: Header, digest: bytes, events: list[AnyEvent]) -> None:
+            chain[0] = chain[0] and header.restorable == header.position.number
+            if chain[0]:
+                self._apply(header, digest, events)
+
+        known = (header_of(self._bucket, state.store_id, state.position), state.digest)
+        former, now_ms = state.position.epoch, self._clock.now_ms()
+        try:
+            seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
+        except StoreFenced:
+            self._save(replace(self._state, phase=Phase.FOLLOWING, owner_epoch=0))
+            raise
+        self._following().settle()
+        self._close_replay()
+        self._save(replace(self._state, phase=Phase.SEALED))
+        hit("standby.sealed")
+
+    def _take_over(self) -> None:
+        state = self._state
+        self._remove(FILES)
+        origin = Origin(
+            store_id=state.store_id,
+            url=self._bucket.url,
+            position=state.position,
+            digest=state.digest,
+            at_ms=state.at_ms,
+        )
+        write_origin(self._disk, self.path, origin)
+        if self._lock is not None:
+            self._lock.close()  # standby.json keeps others out
+            self._lock = None
+        with opening.open(
+            self.path,
+            takeover=not self._has_epoch(state.owner_epoch),
+            create=False,
+            settings=quiet_settings(self._disk, self.path),
+            clock=self._clock,
+            disk=self._disk,
+        ) as store:
+            hit("standby.taken_over")
+            with store.manifest.read() as txn:
+                written = [
+                    db_id
+                    for (db_id,), row in txn.scan(t.DB)
+                    if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
+                ]
+            for db_id in written:  # readers see what is published, and the tail of the WAL is not yet
+                store.pages.open(db_id)
+        self._disk.remove(os.path.join(self.path, standby_state.STANDBY_FILE))
+        self._disk.sync_dir(self.path)
+        self.close()
+
+    def _has_epoch(self, epoch: int) -> bool:
+        """Whether a life that was cut off has begun the epoch already."""
+        with RowImage(os.path.join(self.path, names.MANIFEST)) as rows, rows.read() as txn:
+            return txn.owner_epoch() >= epoch
+
+
+def promote(
+    directory: str | os.PathLike[str], *, discard: bool = False, options: StoreOptions | None = None
+) -> Promoted:
+    """Make the standby in `directory` the owner. A running `quire standby` there must be stopped first."""
+    root = os.path.abspath(os.fspath(directory))
+    state = standby_state.read_state(OsDisk(), root)
+    if state is None:
+        raise InvalidInput("this directory is not a standby", hint="`quire standby URL DIR` makes one", path=root)
+    with Standby(state.url, root, options=options) as standby:
+        return standby.promote(discard=discard)
