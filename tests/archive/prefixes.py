@@ -38,7 +38,7 @@ from quire.durable.names import MANIFEST
 from quire.manifest.check import check
 from quire.manifest.row_image import RowImage
 from quire.objects.local import LocalStore
-from quire.store.restoring import _correct
+from quire.store.restoring import correct
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.simulation import SETTINGS, START_MS
@@ -202,7 +202,7 @@ def check_prefix(home: Path, tape: Tape, replayed: Path, end: int) -> list[str]:
     shutil.rmtree(target / "bucket" / _store_id(home) / "owner", ignore_errors=True)
     root = str(target / "store")
     with RowImage(os.path.join(root, MANIFEST)) as rows:
-        _correct(_Rows(rows), root, SETTINGS.object_store)  # type: ignore[arg-type]
+        correct(_Rows(rows), root, SETTINGS.object_store)  # type: ignore[arg-type]
     findings: list[str] = []
     try:
         with quire.open(root, settings=SETTINGS, clock=ManualClock(tape.now_ms[0]), create=False) as store:
