@@ -105,9 +105,9 @@ def test_a_newer_format_is_told() -> None:
 def test_names_are_parsed_as_they_were_built(epoch: int, number: int) -> None:
     position = f.Position(epoch, number)
     assert f.parse_log_key(f.log_key(STORE, position)) == position
-    assert f.parse_archive_key(f.log_key(STORE, position)) == (epoch, "log")
-    assert f.parse_archive_key(f.base_key(STORE, position, 3)) == (epoch, "base")
-    assert f.parse_archive_key(f.file_key(STORE, position, "a-b")) == (epoch, "file")
+    assert f.parse_archive_key(f.log_key(STORE, position)) == (position, "log")
+    assert f.parse_archive_key(f.base_key(STORE, position, 3)) == (position, "base")
+    assert f.parse_archive_key(f.file_key(STORE, position, "a-b")) == (position, "file")
     assert f.parse_log_key(f"{STORE}/e/00000001/x") is None
 
 

@@ -74,6 +74,7 @@ from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, Fo
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.registry import OPS
+from quire.manifest.ops.retired import ForgetRetired, RetireObjects
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
 from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import (
@@ -288,6 +289,7 @@ def _later() -> Iterator[Op]:
     yield from (OpenSegment(1, 5, WalFormat.PAGER, 65536, b"salt", 50), DiscardSegment(1, 5))
     yield from (PutNamespace(4, NamespaceRecord("memory://x", name="x")), DropNamespace(4), SetDbOptions(1, {"a": "b"}))
     yield from (BeginOwnerEpoch(n, [(n + 4, NamespaceRecord("", f"e{n}", owner_epoch=n))]) for n in (1, 2))
+    yield from (RetireObjects("", [("x/base:00000001", 1)]), ForgetRetired([t.retired_digest("", "x/base:00000001")]))
     # the end
     yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))
     yield from (DropDb(1), ForgetPages(1), PruneAudit(1, 2**50), DropDb(3))

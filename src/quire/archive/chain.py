@@ -101,8 +101,10 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
             number = _newest_not_after(store, store_id, usable, at_ms)
             if number is not None:
                 header = header_of(store, store_id, usable[number])
-                if header.restorable != NONE:
+                if header.restorable != NONE and header.base >= usable[0].number:
                     return _point(store, store_id, Position(current, header.restorable), usable[-1])
+            if usable[0].number:
+                break  # trimmed: what was before is out of the window
             candidate = header_of(store, store_id, usable[0]).parent
         else:
             candidate = None

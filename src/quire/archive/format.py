@@ -27,10 +27,10 @@ import msgspec
 import zstandard
 
 from quire.core.errors import Corruption, FormatTooNew
-from quire.core.ids import some_u32, u32, u64
+from quire.core.ids import u32, u64
 from quire.core.limits import MIB
 from quire.durable.checksums import crc64
-from quire.durable.object_names import store_prefix
+from quire.durable.object_names import archive_epoch_prefix, store_prefix
 
 FORMAT = 1
 MAGIC = b"QUIREARC"
@@ -299,7 +299,9 @@ def _damaged(key: str, cause: str) -> Corruption:
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 _LOG_KEY = re.compile(r"[0-9a-f-]{36}/archive/([0-9a-f]{8})/log/([0-9a-f]{16})")
-_ARCHIVE_KEY = re.compile(r"[0-9a-f-]{36}/archive/([0-9a-f]{8})/(log|base|file)/.+")
+_ARCHIVE_KEY = re.compile(
+    r"[0-9a-f-]{36}/archive/([0-9a-f]{8})/(?:(log)/([0-9a-f]{16})|(base)/([0-9a-f]{16})/[0-9a-f]{8}|(file)/([0-9a-f]{16})-.+)"
+)
 
 
 def archive_prefix(store_id: str) -> str:
@@ -310,7 +312,7 @@ def archive_prefix(store_id: str) -> str:
 def part_prefix(store_id: str, epoch: int, part: str) -> str:
     """Where an owner epoch has its `log`, `base` or `file` objects."""
     assert part in ("log", "base", "file"), part
-    return f"{archive_prefix(store_id)}/{some_u32('owner_epoch', epoch):08x}/{part}"
+    return f"{archive_epoch_prefix(store_id, epoch)}/{part}"
 
 
 def log_key(store_id: str, position: Position) -> str:
@@ -336,7 +338,10 @@ def parse_log_key(key: str) -> Position | None:
     return None if match is None else Position(int(match[1], 16), int(match[2], 16))
 
 
-def parse_archive_key(key: str) -> tuple[int, str] | None:
-    """(epoch, `log`, `base` or `file`) of a name in an archive; `None` for a foreign one."""
+def parse_archive_key(key: str) -> tuple[Position, str] | None:
+    """(position, `log`, `base` or `file`) of a name in an archive; `None` for a foreign one."""
     match = _ARCHIVE_KEY.fullmatch(key)
-    return None if match is None else (int(match[1], 16), match[2])
+    if match is None:
+        return None
+    part, number = next((match[at], match[at + 1]) for at in (2, 4, 6) if match[at])
+    return Position(int(match[1], 16), int(number, 16)), part

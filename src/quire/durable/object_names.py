@@ -51,6 +51,11 @@ def epoch_prefix(store_id: str, owner_epoch: int) -> str:
     return f"{store_prefix(store_id)}/e/{some_u32('owner_epoch', owner_epoch):08x}"
 
 
+def archive_epoch_prefix(store_id: str, owner_epoch: int) -> str:
+    """Where an owner epoch has its archive: log, bases and files."""
+    return f"{store_prefix(store_id)}/archive/{some_u32('owner_epoch', owner_epoch):08x}"
+
+
 def kv_backups_prefix(store_id: str) -> str:
     """Where the backups of a store's key-value databases are."""
     return f"{store_prefix(store_id)}/backups/kv"

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 
 from quire.core.errors import (
     JobAlreadyPending,
@@ -25,6 +26,7 @@ from quire.core.errors import (
     WouldDropEverything,
 )
 from quire.core.events import emit
+from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext
 from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.residency import apply_policy
@@ -71,6 +73,8 @@ class Round:
     jobs: int = 0
     leftovers: int = 0
     moves: int = 0
+    trimmed: int = 0
+    collected: int = 0
 
     @property
     def total(self) -> int:
@@ -86,9 +90,11 @@ class Upkeep:
         worker: Worker,
         make_snapshot: MakeSnapshot | None = None,
         sweep_versions: Callable[[], int] | None = None,
+        window: ArchiveWindow | None = None,
     ) -> None:
         self._ctx = ctx
         self._worker = worker
+        self._window = window
         self._make_snapshot = make_snapshot or self._publish
         self._sweep_versions = sweep_versions
         """Removes the files of key-value snapshots that were dropped; `None` where there are none."""
@@ -149,6 +155,7 @@ class Upkeep:
             ]
             steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
             steps += [self._evictions] if self._ctx.settings.evict_seconds else []
+            steps.append(partial(self._archive, everything))
             if everything or self._ctx.clock.monotonic() >= self._next_leftovers:
                 self._next_leftovers = self._ctx.clock.monotonic() + LEFTOVERS_SECONDS
                 steps.append(self._leftovers)
@@ -161,7 +168,7 @@ class Upkeep:
                 emit(
                     "warning",
                     "upkeep.step_failed",
-                    step=getattr(step, "__name__", "").removeprefix("_"),
+                    step=getattr(step, "__name__", "archive").removeprefix("_"),
                     error=str(error),
                 )
         return done
@@ -305,6 +312,13 @@ class Upkeep:
         """After retention: what it dropped of key-value databases are directories of links."""
         if self._sweep_versions is not None:
             self._sweep_versions()
+
+    def _archive(self, everything: bool, done: Round) -> None:
+        """Objects that no archived moment needs any more."""
+        if self._window is not None:
+            looked = self._window.look(now=everything)
+            done.trimmed += looked.trimmed
+            done.collected += looked.deleted
 
     def _leftovers(self, done: Round) -> None:
         done.leftovers += sweep_leftovers(self._ctx)

@@ -15,13 +15,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import StalePlan
-from quire.durable.object_names import epoch_prefix, kv_backups_prefix
+from quire.durable.names import parse_object_key
+from quire.durable.object_names import (
+    archive_epoch_prefix,
+    epoch_prefix,
+    is_log_key,
+    kv_backups_prefix,
+    parse_epoch_key,
+)
 from quire.manifest import tables as t
 from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutNamespace
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.plans import AbandonPlan
+from quire.manifest.ops.retired import RetireObjects
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import NamespaceRecord
+from quire.objects.api import PAGE_OBJECTS
 from quire.objects.collector import Collector, Owned
 
 if TYPE_CHECKING:
@@ -109,6 +118,9 @@ def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
     line = {prefix for prefix in txn.object_prefixes() if prefix}
     current = {(objects_url, kv_backups_prefix(txn.store_id()))}
     ancestors = {(objects_url, prefix) for prefix in line}
+    if space.owner_epoch:
+        current.add((objects_url, archive_epoch_prefix(txn.store_id(), space.owner_epoch)))
+        ancestors |= {(objects_url, archive_epoch_prefix(txn.store_id(), epoch)) for epoch in space.ancestors}
     former = {(objects_url, "")} if space.legacy or not space.owner_epoch else set()
     for _, row in txn.scan(t.REMOTE_NAMESPACE):
         if row.name:  # streams and backups of key-value databases: their rows name the place, not an epoch of it
@@ -131,11 +143,35 @@ def collector_of(
     *,
     confirm: Confirm | None = None,
     claims_former: Callable[[], bool] = lambda: True,
+    archived: bool = False,
 ) -> Collector:
-    """The collector of a store whose own object store is at `objects_url`; what `open_store` opens can delete."""
+    """The collector of a store whose own object store is at `objects_url`; what `open_store` opens can delete. With `archived`
+    it retires what it is given."""
 
     def owned() -> Owned:
         with manifest.read() as txn:
             return owned_names(txn, objects_url)
 
-    return Collector(open_store, owned, confirm=confirm, claims_former=claims_former)
+    def retire(url: str, names: list[str]) -> None:
+        place = "" if url == objects_url else url  # a directory may move, and its own object store with it
+        for start in range(0, len(names), PAGE_OBJECTS):
+            some = [(name, database_of(name)) for name in names[start : start + PAGE_OBJECTS]]
+            manifest.submit([RetireObjects(place, some)]).result()
+
+    return Collector(
+        open_store, owned, confirm=confirm, claims_former=claims_former, retire=retire if archived else None
+    )
+
+
+def database_of(name: str) -> int:
+    """The database that an object's name is about; 0 if it says none.
+
+    >>> database_of("1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19/e/00000001/00000007/00000002/base:00000003")
+    7
+    """
+    in_epoch = parse_epoch_key(name)
+    suffix = in_epoch[2] if in_epoch is not None else name
+    artifact = parse_object_key(suffix)
+    if artifact is not None:
+        return artifact.origin_db_id
+    return int(suffix.split("/")[1]) if is_log_key(suffix) else 0

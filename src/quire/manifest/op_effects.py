@@ -32,6 +32,7 @@ from quire.manifest.ops import (
     pageindex,
     plans,
     refs,
+    retired,
     slots,
     wal,
 )
@@ -149,6 +150,8 @@ TOUCHES: dict[type[Op], Touches] = {
     artifacts.UpdateArtifact: _touches(*_CATALOGS, t.AUDIT, *_COUNTS, databases=_ORIGIN),
     artifacts.PutNamespace: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, t.GC_REFCOUNTS),
     artifacts.DropNamespace: _touches(t.REMOTE_NAMESPACE, *_COUNTS),
+    retired.RetireObjects: _touches(t.RETIRED),
+    retired.ForgetRetired: _touches(t.RETIRED),
     artifacts.BeginOwnerEpoch: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, *_COUNTS),
     slots.SetSlots: _touches(t.SLOT_LEAF, t.LIVE_LEAF, *_COUNTS, databases=_fields("db_id", "expected_origin_db_id")),
     slots.CollectLeaf: _touches(t.SLOT_LEAF, *_COUNTS, databases=_ORIGIN),

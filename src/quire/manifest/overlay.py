@@ -359,6 +359,7 @@ class Overlay:
         self.lsm_ends = view(t.LSM_ENDS)
         self.followed_files = view(t.FOLLOWED_FILES)
         self.audit = view(t.AUDIT)
+        self.retired = view(t.RETIRED)
         self.job_queue = view(t.JOB_QUEUE)
         self.job_pending_index = view(t.JOB_PENDING_INDEX)
         self.gc_refcounts = view(t.GC_REFCOUNTS, keep=True)  # a snapshot raises 64 counts, and the next one the same

@@ -340,6 +340,17 @@ class AuditRecord(Record, frozen=True):
     size_bytes: UInt = 0
 
 
+class RetiredRecord(Record, frozen=True):
+    """An object that is deleted when no archived moment needs it any more."""
+
+    since_ms: UInt
+    name: str
+    url: str = ""
+    """Empty: the store's own object store."""
+    db_id: UInt = 0
+    """The database it was of; 0: not known."""
+
+
 # ── remote namespaces ─────────────────────────────────────────────────────────────────────────────────────────────────
 class NamespaceRecord(Record, frozen=True):
     """Where remote objects live: joined with a compact suffix it gives the canonical object name."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, Generic
 
 from quire.core.errors import InvalidInput
@@ -135,6 +136,9 @@ AUDIT = Table(
     _LOGGED,
     "what happened to a database: snapshots, forks, uploads, deletions",
 )
+RETIRED = Table(
+    "retired", "digest raw", r.RetiredRecord, _LOGGED, "objects that nothing needs now and archived moments need"
+)
 JOB_QUEUE = Table("job_queue", "job_id u64", r.JobRecord, _LOGGED, "durable work items")
 JOB_PENDING_INDEX = Table(
     "job_pending_index",
@@ -202,6 +206,11 @@ NOT_ARCHIVED = frozenset(
     {SNAPSHOT_READERS.name, SNAPSHOT_FLOOR.name, METRICS.name, JOB_LEASES.name, FOLLOWED_FILES.name}
 )
 """Tables about processes of this machine: a restored store begins without their rows."""
+
+
+def retired_digest(url: str, name: str) -> bytes:
+    """The key of a retired object: names may be longer than a key."""
+    return blake2b(f"{url}\0{name}".encode(), digest_size=16).digest()
 
 
 def catalog_key(artifact: ArtifactKey) -> tuple[Table[Any], tuple[int, ...]]:

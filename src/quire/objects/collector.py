@@ -4,7 +4,8 @@ A name goes only if it is below a prefix that this store owns. Those of its ance
 owner's session is confirmed: until then the owner before it, or the original of a copied directory, may still need them. Those
 of the former space, of a store older than epochs and without a prefix, go if it is claimed. One foreign name, and nothing of
 the call is deleted: what named it is wrong. How long an object is kept after nothing needs it is decided by who asks: the
-grace of the delete job (M8), and of a sweep.
+grace of the delete job (M8), and of a sweep. With archiving on, archived moments still need it: `delete` retires it, and
+`delete_now` is for whoever knows that none does (A8).
 
 Threads: any. Raises `ForeignObject`, what the confirmation raises, and what the object store raises.
 """
@@ -21,6 +22,8 @@ from quire.objects.api import PAGE_OBJECTS, DeletableStore
 
 Confirm = Callable[[], None]
 """Raises unless this process is still the store's owner, by the bucket's word."""
+Retire = Callable[[str, list[str]], None]
+"""Takes down that objects at a URL are to be deleted when no archived moment needs them; durable on return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +47,43 @@ class Collector:
         *,
         confirm: Confirm | None = None,
         claims_former: Callable[[], bool] = lambda: True,
+        retire: Retire | None = None,
     ) -> None:
-        """`confirm` is `None` where nobody confirms sessions: then what ancestors wrote is kept."""
+        """`confirm` is `None` where nobody confirms sessions: then what ancestors wrote is kept. `retire` is `None` without
+        archiving."""
         self._open_store = open_store
         self._owned = owned
         self._confirm = confirm
         self._claims_former = claims_former
+        self._retire = retire
 
     def delete(self, url: str, keys: Iterable[str]) -> None:
-        """Remove objects; missing ones are fine. If it raises, some may be gone and some not: call again."""
+        """Remove objects that nothing needs now, or retire them; missing ones are fine. If it raises, some may be gone and some
+        not: call again."""
+        names = self._checked(url, keys)
+        if self._retire is None:
+            self._remove(url, names)
+        elif names:
+            self._retire(url, names)
+
+    def delete_now(self, url: str, keys: Iterable[str]) -> None:
+        """The same for objects that no archived moment needs."""
+        self._remove(url, self._checked(url, keys))
+
+    def _checked(self, url: str, keys: Iterable[str]) -> list[str]:
+        """The names, if all of them may go."""
         names = list(keys)
         if not names:
-            return
+            return names
         owned = self._owned()
         for key in names:
             if (refusal := self._refusal(url, key, owned)) is not None:
                 raise refusal
+        return names
+
+    def _remove(self, url: str, names: list[str]) -> None:
+        if not names:
+            return
         store = self._open_store(url)
         for start in range(0, len(names), PAGE_OBJECTS):
             if self._confirm is not None:

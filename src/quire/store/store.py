@@ -176,8 +176,9 @@ class Store:
         return self._parts.context
 
     def delete_objects(self, keys: Iterable[str], *, url: str = "") -> None:
-        """Remove objects of this store by their names, in its own place or another; a foreign one is refused (A3)."""
-        self._parts.collector.delete(url or self.objects_url, keys)
+        """Remove objects of this store by their names, in its own place or another; a foreign one is refused (A3). They go at
+        once, also with archiving on: backups, and whatever else a person names, are not part of archived moments."""
+        self._parts.collector.delete_now(url or self.objects_url, keys)
 
     @property
     def feed(self) -> ChangeFeed:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quire.core.errors import StoreClosed
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
+from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext, allow
 from quire.jobs.enqueue import has_open_segment
 from quire.jobs.leftovers import has_dropped_streams
@@ -131,6 +132,7 @@ class Wiring:
                 self.stores,
                 confirm=lambda: None,
                 claims_former=self.rights.owns_legacy,
+                archived=self._settings.archive.mode != "off",
             ),
         )
 
@@ -248,7 +250,15 @@ class Wiring:
     @property
     def upkeep(self) -> Upkeep:
         """The owner's maintenance."""
-        return self._once("upkeep", lambda: Upkeep(self.context, self.worker, self.snapshot, self._sweep_versions))
+        return self._once(
+            "upkeep",
+            lambda: Upkeep(self.context, self.worker, self.snapshot, self._sweep_versions, self.window),
+        )
+
+    @property
+    def window(self) -> ArchiveWindow:
+        """Trims the archive, and deletes what no moment of it needs."""
+        return self._once("window", lambda: ArchiveWindow(self.context, self._settings.archive))
 
     def _spark(self) -> Runner:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""

@@ -369,8 +369,14 @@ def real_orphans(
     """Those strays that are orphans by the manifest as it is now."""
     for stray in strays:
         key = artifact_of(stray.key, prefix)
-        if key is not None and stray.modified_ms < before_ms and not _is_spoken_of(txn, key):
-            yield stray, key
+        if key is None or stray.modified_ms >= before_ms or _is_spoken_of(txn, key) or _is_retired(txn, stray):
+            continue
+        yield stray, key
+
+
+def _is_retired(txn: ReadTxn, stray: Stray) -> bool:
+    """Whether it waits until no archived moment needs it (A8). The store's own place has no URL in that table."""
+    return any(txn.get(t.RETIRED, t.retired_digest(url, stray.key)) is not None for url in ("", stray.url))
 
 
 def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:

@@ -16,6 +16,7 @@ from quire.manifest.ops import (
     pageindex,
     plans,
     refs,
+    retired,
     slots,
     snapshots,
     wal,
@@ -23,7 +24,7 @@ from quire.manifest.ops import (
 from quire.manifest.ops.base import Op
 
 _MODULES = (
-    base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local
+    base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local, retired
 )  # fmt: skip
 _CLASSES = dict.fromkeys(
     kind

@@ -1,0 +1,150 @@
+"""What the owner does about the window of its archive: trims it, and deletes retired objects that no moment needs (A3, A8).
+
+Terms
+  retired   an object that nothing needs now; archived moments from before it was retired need it. Table `retired`
+  kept      the base that trimming keeps: the newest one that is older than `archive.retain_seconds` (`archive/window.py`)
+
+Rules
+  1. A retired object goes when the moment of the kept base is later: nothing that can be restored names it. That is at least
+     the window, and up to `archive.base_seconds` more.
+  2. The archive is trimmed first. If that fails, nothing is deleted: which moments there are is not known.
+  3. `kept_until` may keep an object longer, for clones: it is asked with the name and the moment since which nothing needs it.
+  4. With archiving off there are no moments: everything that was retired goes at once. What is in the archive stays.
+
+What is there after each durable step, and what comes next if the owner dies there:
+  objects deleted    rows of `retired` whose objects are gone    deleted again: a missing object is a success
+  rows removed       nothing of them                             the next round finds others
+
+Threads: one. Raises what manifest and object store raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from quire.archive.window import Line, list_archive, plan_trim
+from quire.core.errors import ManifestDamaged
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.jobs.context import JobContext
+from quire.manifest import tables as t
+from quire.manifest.ops.retired import ForgetRetired
+from quire.manifest.records import RetiredRecord
+
+if TYPE_CHECKING:
+    from quire.core.settings import ArchiveSettings
+    from quire.manifest.reads import ReadTxn
+
+LOOK_SECONDS = 3_600.0
+"""Between two looks at the archive: each is a listing of it, and bases come once an hour."""
+SETTLED_MS = 60_000
+"""A row of `retired` has the time at which its commit began. It may be in the cut after the one whose clock says the same, so
+it counts as part of a moment only if it is this much older."""
+STEP_OBJECTS = 1_000
+
+KeptUntil = Callable[[str, str, int], int]
+"""(URL, name, since when nothing needs it) → until when somebody else keeps it, in milliseconds; 0: nobody does."""
+
+
+def kept_by_nobody(_url: str, _name: str, _since_ms: int) -> int:
+    """There are no clones."""
+    return 0
+
+
+@dataclass(slots=True)
+class WindowRound:
+    """What one look did."""
+
+    trimmed: int = 0
+    """Objects of the archive."""
+    deleted: int = 0
+    """Objects that had been retired."""
+
+
+class ArchiveWindow:
+    """The window of one opened store."""
+
+    def __init__(self, ctx: JobContext, settings: ArchiveSettings, kept_until: KeptUntil = kept_by_nobody) -> None:
+        self._ctx = ctx
+        self._settings = settings
+        self._kept_until = kept_until
+        self._next_look = 0.0
+
+    def look(self, *, now: bool = False) -> WindowRound:
+        """Trim and delete what is due, if it is time for it, or `now`."""
+        done = WindowRound()
+        monotonic = self._ctx.clock.monotonic()
+        if self._settings.mode == "off":
+            done.deleted = self._delete(before_ms=None)
+        elif now or monotonic >= self._next_look:
+            self._next_look = monotonic + min(LOOK_SECONDS, max(self._settings.retain_seconds, 60.0))
+            moment = self._trim(done)
+            if moment is not None:
+                done.deleted = self._delete(before_ms=moment - SETTLED_MS)
+        return done
+
+    # ── the archive's own objects ─────────────────────────────────────────────────────────────────────────────────────
+    def _trim(self, done: WindowRound) -> int | None:
+        """Delete what no moment of the window needs; the moment of the base that is kept, `None` if all of it is needed."""
+        ctx = self._ctx
+        with ctx.manifest.read() as txn:
+            store_id, epoch, ancestors = txn.store_id(), txn.owner_epoch(), txn.current_namespace()[1].ancestors
+        store = ctx.open_store(ctx.objects_url)
+        listing = list_archive(store, store_id)
+        line = Line(store, listing)
+        if not line.epochs or line.epochs[0][0] != epoch:
+            return None  # this owner has archived nothing yet, or is no longer the newest
+        kept = line.kept(ctx.clock.now_ms() - int(self._settings.retain_seconds * 1000))
+        if kept is None:
+            return None
+        plan = plan_trim(store, listing, kept, ancestors)
+        files = [key for key in plan.files if not self._is_kept(ctx.objects_url, key, kept.at_ms)]
+        for keys, step in ((plan.parts, "parts"), (plan.logs, "logs"), (files, "files")):
+            ctx.collector.delete_now(ctx.objects_url, keys)
+            hit(f"archive.trim.{step}")
+            done.trimmed += len(keys)
+        if done.trimmed:
+            emit("info", "archive.trimmed", objects=done.trimmed, size_bytes=plan.size_bytes, oldest=str(kept.position))
+        return kept.at_ms
+
+    # ── retired objects ───────────────────────────────────────────────────────────────────────────────────────────────
+    def _delete(self, before_ms: int | None) -> int:
+        """Delete what was retired before a moment, or everything; how many objects."""
+        ctx, deleted = self._ctx, 0
+        with ctx.manifest.read() as txn:
+            due = [
+                (digest, row)
+                for digest, row in retired(txn)
+                if (before_ms is None or row.since_ms <= before_ms)
+                and not self._is_kept(row.url or ctx.objects_url, row.name, row.since_ms)
+            ]
+        by_url: dict[str, list[tuple[bytes, str]]] = {}
+        for digest, row in due:
+            by_url.setdefault(row.url or ctx.objects_url, []).append((digest, row.name))
+        for url, objects in by_url.items():
+            ours = ctx.collector.deletable(url, [name for _, name in objects])
+            if len(ours) < len(objects):
+                emit("warning", "archive.foreign_retired", store=url, objects=len(objects) - len(ours))
+            waiting = (pair for pair in objects if pair[1] in ours)
+            while step := list(islice(waiting, STEP_OBJECTS)):
+                ctx.collector.delete_now(url, [name for _, name in step])
+                hit("archive.retired.deleted")
+                ctx.manifest.submit([ForgetRetired([digest for digest, _ in step])]).result()
+                hit("archive.retired.forgotten")
+                deleted += len(step)
+        return deleted
+
+    def _is_kept(self, url: str, name: str, since_ms: int) -> bool:
+        return self._kept_until(url, name, since_ms) > self._ctx.clock.now_ms()
+
+
+def retired(txn: ReadTxn) -> Iterator[tuple[bytes, RetiredRecord]]:
+    """(digest, row) of every retired object; a damaged row is passed over, and its object stays."""
+    for key, value in txn.raw_scan(t.RETIRED):
+        try:
+            yield t.RETIRED.key.unpack(key)[0], t.RETIRED.rows.decode(key, value)
+        except ManifestDamaged as error:
+            emit("warning", "archive.damaged_row", error=str(error))
