@@ -135,6 +135,8 @@ class Archiver:
         self._at_ms = 0
         """Of the last header: it never falls, whatever the clock does."""
         self._base_thread: threading.Thread | None = None
+        self._base_first: Position | None = None
+        """Where the last base begins: another one there would overwrite parts that the log is about to name."""
         self._base_began = float("-inf")
         self._base_bytes = self._log_bytes = self._base_at_ms = 0
         self._artifacts: dict[tuple[int, int, int], tuple[str, bytes]] = {}
@@ -420,7 +422,7 @@ class Archiver:
         for entry in self.queue.drop():
             if isinstance(entry, PendingArtifact):
                 self._remove(entry.kept)
-        self._needs_base = True
+        self._needs_base, self._base_first = True, None
         self._base_began = float("-inf")
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
 
@@ -455,7 +457,7 @@ class Archiver:
 
     # ── bases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _begin_base_if_due(self) -> None:
-        if self._base_thread is not None and self._base_thread.is_alive():
+        if self._next == self._base_first or (self._base_thread is not None and self._base_thread.is_alive()):
             return
         now = time.monotonic()
         since = now - self._base_began
@@ -484,6 +486,7 @@ class Archiver:
         except StoreFenced as error:
             self._fail(error)
         except Exception as error:  # tried again; the log goes on meanwhile
+            self._base_first = None
             self._note(error)
 
     def _write_base(self) -> None:
@@ -491,6 +494,7 @@ class Archiver:
         first, breaks = self._next, self._breaks
         if first is None:
             return
+        self._base_first = first
         parts: list[tuple[str, int, bytes]] = []
         held: list[AnyEvent] = []
         size = 0

@@ -167,6 +167,10 @@ class Line:
         """The newest log object."""
         return next((self.header(epoch, numbers[-1]) for epoch, numbers in self.epochs if numbers), None)
 
+    def whole(self, epoch: int, named: int) -> Oldest | None:
+        """The base that a log object of the line names, if everything that its restore needs is listed."""
+        return self._whole(epoch, dict(self.epochs)[epoch], named)
+
     def _first_base(self, epoch: int, numbers: range, start: int) -> int | None:
         """The first log object from a place on that names a base: `base` of headers never falls within an epoch."""
 

@@ -25,6 +25,7 @@ from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
 from quire.durable.names import parse_object_key
+from quire.jobs.archive_window import retired
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import AuditAction, JobKind, JobState
@@ -42,6 +43,8 @@ ROUND = {
     "answers_forgotten": ("old idempotency key", "removed"),
     "audit_pruned": ("database", "with its old audit entries removed"),
     "leftovers": ("file", "of killed processes and dropped databases removed"),
+    "trimmed": ("object", "of the archive removed: out of the window"),
+    "collected": ("retired object", "deleted: no archived moment needs it"),
 }
 """What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
 
@@ -168,6 +171,8 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         closing=f"{more:,} more: `--limit 0` shows all" if more else "",
     )
     ready = [zero for zero in waiting if zero.due_at_ms <= now]
+    with manifest.read() as txn:
+        kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired(txn))
     facts = Facts(
         lines=[
             ("would delete now", _amount(ready)),
@@ -175,6 +180,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
             ("retention", "; ".join(f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in going)
              or "would drop nothing"),
             ("jobs", f"{len(due):,} due"),
+            ("kept for the archive", _kept(kept, now)),
         ],
         data=None,
     )  # fmt: skip
@@ -187,8 +193,21 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         "would_drop": dict(going),
         "jobs_due": len(due),
         "waiting": [plain(vars(zero)) for zero in shown],
+        "retired": len(kept),
+        "retired_since_ms": kept[0][0] if kept else 0,
+        "retired_objects": [
+            {"name": name, "database": names.get(db_id, ""), "since_ms": since}
+            for since, name, db_id in (kept[:limit] if limit else kept)
+        ],
     }
     return Report(parts=[table, facts], data=data)
+
+
+def _kept(kept: list[tuple[int, str, int]], now: int) -> str:
+    """What is deleted when no archived moment needs it."""
+    if not kept:
+        return "nothing"
+    return f"{count_of(len(kept), 'object')}, retired since {span(now - kept[0][0])} ago ({moment(kept[0][0])})"
 
 
 def _retention(manifest: ManifestStore) -> dict[int, int]:

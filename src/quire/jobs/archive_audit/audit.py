@@ -1,0 +1,396 @@
+"""The audit of an archive: whether every moment that can be restored has all its objects, and what else is there (A8).
+
+Terms
+  needed    objects that some restorable moment names: log objects, parts of bases, files (tables, compressed segments), and
+            what rows name (chunks, deltas, WAL segments, segments of streams). Rows count from the oldest moment on; names
+            that were retired before it do not, because no moment needs them
+  orphan    an object below the store's prefix that nothing names. What is younger than an hour, or younger than the newest
+            base, may be on its way, and is none
+
+Reads nothing but the bucket. The log and the oldest base are read here, in order, because each object has the digest of the one
+before it, and rows must be folded; rows go into a scratch manifest, so memory does not grow with the store. Everything else is
+read by the runner, on threads or on executors. Objects of manifest logs are named by files of their streams, not by rows: they
+are not read, and not orphans.
+
+An owner that trims meanwhile makes objects disappear: if the oldest moment has moved, the audit begins again.
+
+Threads: the caller's, and the runner's. Raises what the object store raises; damage is in the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from quire.archive.format import (
+    NONE,
+    ArtifactEvent,
+    BaseEvent,
+    CommitEvent,
+    Position,
+    decode_object,
+    log_key,
+)
+from quire.archive.window import ArchiveListing, Line, Oldest, list_archive
+from quire.core.errors import Corruption, ObjectNotFound, QuireError
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.object_names import is_log_key, parse_epoch_key, store_prefix
+from quire.jobs.archive_audit.run import NamedObject, ObjectDifference, ObjectsTask, compare_objects
+from quire.jobs.audit.table import as_table
+from quire.jobs.locations import ArtifactLocation, local_name, remote_name
+from quire.jobs.runner import Runner, Tick, no_tick
+from quire.jobs.verify.run import ArtifactFinding, VerifyTask, run_task
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import Residency
+from quire.manifest.row_image import RowImage
+from quire.manifest.verification import artifacts, borrows
+from quire.objects.api import ObjectStore
+
+GRACE_MS = 3_600_000
+"""An object of this age that no row names is an orphan: objects are put before their rows are committed."""
+TASK_OBJECTS = 64
+"""Objects that one task reads."""
+ATTEMPTS = 3
+HALF = 1_000
+"""Of the progress: first the log, then the objects."""
+KNOWN = ("e", "archive", "owner", "standby", "clones", "keys", "backups")
+"""What a store has below its prefix."""
+
+ChooseRunner = Callable[[int], Runner]
+"""The runner for so many bytes of work."""
+
+
+@dataclass(slots=True)
+class ArchiveAudit:
+    """What an audit of an archive found."""
+
+    store_id: str
+    oldest_at_ms: int = 0
+    newest_at_ms: int = 0
+    log_objects: int = 0
+    objects: int = 0
+    """Objects that were read."""
+    size_bytes: int = 0
+    runner: str = ""
+    abandoned: dict[int, int] = field(default_factory=dict)
+    """Owner epoch that is on no line → how many objects it has: removed only by name."""
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the audit's table: MISSING, ALTERED."""
+    orphans: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every restorable moment has everything it needs."""
+        return not self.problems
+
+    def table(self) -> Any:
+        """Problems and orphans as an Arrow table, for Parquet files and DataFrames."""
+        return as_table([*self.problems, *self.orphans])
+
+    def add(self, state: str, key: str, what: str, size_bytes: int = 0) -> None:
+        """Note a difference."""
+        rows = self.orphans if state == "ORPHANED" else self.problems
+        rows.append({"state": state, "artifact": key, "what": what, "size_bytes": size_bytes})
+
+
+def audit_archive(
+    store: ObjectStore, store_id: str, choose: ChooseRunner, *, now_ms: int, progress: Tick = no_tick
+) -> ArchiveAudit:
+    """Look at everything that is below a store's prefix in a bucket."""
+    for _ in range(ATTEMPTS):
+        audit = ArchiveAudit(store_id)
+        listing = list_archive(store, store_id)
+        with tempfile.TemporaryDirectory(prefix="quire-audit-") as scratch:
+            first = _First(store, store_id, audit)
+            _audit(first, listing, scratch, choose, now_ms, progress)
+        if audit.is_sound or not _was_trimmed(listing, list_archive(store, store_id)):
+            break
+    progress(2 * HALF, 2 * HALF)
+    return audit
+
+
+def _was_trimmed(before: ArchiveListing, after: ArchiveListing) -> bool:
+    """Whether the log begins later now, in some epoch."""
+    return any(
+        there.logs and (epoch not in after.epochs or min(after.epochs[epoch].logs, default=-1) != min(there.logs))
+        for epoch, there in before.epochs.items()
+    )
+
+
+@dataclass(slots=True)
+class _First:
+    """What is read here, in order: the log and the rows."""
+
+    store: ObjectStore
+    store_id: str
+    audit: ArchiveAudit
+    named: dict[str, NamedObject] = field(default_factory=dict)
+    """Parts of bases, and files."""
+    places: dict[tuple[str, str], ArtifactLocation] = field(default_factory=dict)
+    """Objects that rows name."""
+    announced: set[tuple[str, str]] = field(default_factory=set)
+    """Objects that rows only announce: they may be there."""
+    retired: set[bytes] = field(default_factory=set)
+    unneeded: set[bytes] = field(default_factory=set)
+    """Those of `retired` that were so at the oldest moment."""
+
+
+def _audit(
+    first: _First, listing: ArchiveListing, scratch: str, choose: ChooseRunner, now_ms: int, progress: Tick
+) -> None:
+    audit = first.audit
+    try:
+        line = Line(first.store, listing)
+        _report_gaps(audit, line, listing)
+        oldest, newest = line.oldest(), line.newest()
+    except (Corruption, ObjectNotFound) as error:
+        audit.add(*_damage(error, ""))
+        return
+    audit.newest_at_ms = newest.at_ms if newest is not None else 0
+    if oldest is None:
+        if any(there.logs for there in listing.epochs.values()):
+            audit.add("MISSING", "", "no base is whole: nothing can be restored")
+        return
+    audit.oldest_at_ms = oldest.at_ms
+    with RowImage(os.path.join(scratch, "manifest")) as rows:
+        _read_log(first, line, oldest, rows, progress)
+        with rows.read() as txn:
+            ancestors = {*txn.current_namespace()[1].ancestors, txn.owner_epoch()}
+    _read_objects(first, choose, progress)
+    _report_orphans(first, line, listing, ancestors, now_ms)
+
+
+def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> None:
+    """Log objects that are missing between others."""
+    for epoch, numbers in line.epochs:
+        there = listing.epochs[epoch].logs
+        if numbers:
+            for number in range(min(there), numbers.start):
+                if number not in there:
+                    key = log_key(listing.store_id, Position(epoch, number))
+                    audit.add(
+                        "MISSING", key, "a log object is missing; moments before the next base cannot be restored"
+                    )
+
+
+def _damage(error: QuireError, key: str) -> tuple[str, str, str]:
+    state = "MISSING" if isinstance(error, ObjectNotFound) else "ALTERED"
+    return state, str(error.where.get("key", key)), str(error)
+
+
+# ── the log and the rows ──────────────────────────────────────────────────────────────────────────────────────────────
+def _read_log(first: _First, line: Line, oldest: Oldest, rows: RowImage, progress: Tick) -> None:
+    """Read the oldest base and the log from its first object to the newest; rows from the oldest moment on are looked at."""
+    epochs = [(epoch, numbers) for epoch, numbers in reversed(line.epochs) if epoch >= oldest.position.epoch]
+    spans = [
+        (epoch, range(oldest.base.first_log, numbers.stop) if epoch == oldest.position.epoch else numbers)
+        for epoch, numbers in epochs
+    ]
+    total, done = sum(len(numbers) for _, numbers in spans), 0
+    for key, _, _ in oldest.base.parts:
+        try:
+            events = decode_object(first.store.get(key), key)[1]
+        except (Corruption, ObjectNotFound):
+            continue  # reported when its digest is compared
+        _take(first, events, rows)
+    for epoch, numbers in spans:
+        digest: bytes | None = None
+        for number in numbers:
+            position = Position(epoch, number)
+            digest = _read_log_object(first, position, digest, rows, is_moment=position > oldest.position)
+            if position == oldest.position:
+                _take_state(first, rows)
+            done += 1
+            progress(done * HALF // max(total, 1), 2 * HALF)
+    first.audit.log_objects = total
+
+
+def _read_log_object(
+    first: _First, position: Position, before: bytes | None, rows: RowImage, *, is_moment: bool
+) -> bytes | None:
+    """Check a log object and take what it names; its digest, `None` if it is damaged."""
+    key, audit = log_key(first.store_id, position), first.audit
+    try:
+        data = first.store.get(key)
+        header, events = decode_object(data, key)
+    except (Corruption, ObjectNotFound) as error:
+        audit.add(*_damage(error, key))
+        return None
+    audit.objects += 1
+    audit.size_bytes += len(data)
+    if header.position != position:
+        audit.add("ALTERED", key, f"it says that it is {header.position}", len(data))
+    elif before is not None and header.parent_digest != before:
+        audit.add("ALTERED", key, "the object before it is not the one whose digest it has", len(data))
+    changed = _take(first, events, rows)
+    if is_moment and changed:
+        with rows.read() as txn:
+            for artifact in changed:
+                _take_row(first, txn, artifact, txn.artifact(artifact))
+            _take_retired(first, txn)
+    return hashlib.sha256(data).digest()
+
+
+_CATALOGS = {t.CHUNK_CATALOG.name: ArtifactKind.BASE, t.CHUNK_DELTA_INDEX.name: ArtifactKind.DELTA}
+
+
+def _take(first: _First, events: Iterable[Any], rows: RowImage) -> list[ArtifactKey]:
+    """Note what events name, and apply their rows; the artifacts whose rows changed."""
+    commits = []
+    changed: list[ArtifactKey] = []
+    for event in events:
+        match event:
+            case ArtifactEvent():
+                first.named[event.key] = NamedObject(event.key, event.size, event.sha256)
+            case BaseEvent():
+                for key, size, digest in event.parts:
+                    first.named[key] = NamedObject(key, size, digest)
+            case CommitEvent():
+                commits.append(event.tables)
+                changed += (key for table, puts, _ in event.tables for key in _artifacts(table, puts))
+    if commits:
+        rows.apply(commits)
+    return changed
+
+
+def _artifacts(table: str, puts: Iterable[tuple[bytes, bytes]]) -> Iterator[ArtifactKey]:
+    """The artifacts that rows are about."""
+    if table in _CATALOGS:
+        for key, _ in puts:
+            origin, slot, generation, *delta = t.TABLES[table].key.unpack(key)
+            yield ArtifactKey(origin, _CATALOGS[table], slot, generation, *delta)
+    elif table == t.WAL_CATALOG.name:
+        for key, _ in puts:
+            db_id, segment_id = t.WAL_CATALOG.key.unpack(key)
+            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0)
+
+
+def _take_state(first: _First, rows: RowImage) -> None:
+    """Everything that rows name at the oldest moment."""
+    with rows.read() as txn:
+        _take_retired(first, txn)
+        first.unneeded = set(first.retired)
+        for key, row in artifacts(txn):
+            _take_row(first, txn, key, row)
+
+
+def _take_retired(first: _First, txn: ReadTxn) -> None:
+    first.retired.update(key for key, _ in txn.raw_scan(t.RETIRED))
+
+
+def _take_row(first: _First, txn: ReadTxn, key: ArtifactKey, row: Any) -> None:
+    if row is None or borrows(key, row) or getattr(row, "origin_db_id", key.origin_db_id) != key.origin_db_id:
+        return  # removed in the same cut, or another artifact's bytes
+    own = first.store.url
+    namespace = txn.namespace(row.namespace_id) if row.namespace_id else None
+    url, name = remote_name(key, row, namespace, own)
+    if row.residency is Residency.LOCAL:
+        first.announced.add((url, name))
+        return
+    if t.retired_digest("" if url == own else url, name) in first.unneeded:
+        return
+    first.places[url, name] = ArtifactLocation(
+        key=key,
+        residency=Residency.EVICTED,
+        local=os.path.join("/", local_name(key, row)),
+        url=url,
+        object_key=name,
+        size_bytes=row.used_bytes if key.kind is ArtifactKind.WAL else row.size_bytes,
+        sha256=row.sha256,
+        crc64=getattr(row, "crc64", 0),
+    )
+
+
+# ── everything else ───────────────────────────────────────────────────────────────────────────────────────────────────
+def _read_objects(first: _First, choose: ChooseRunner, progress: Tick) -> None:
+    """Have the runner read parts, files, and what rows name."""
+    audit = first.audit
+    size = sum(named.size_bytes for named in first.named.values())
+    size += sum(place.size_bytes for place in first.places.values())
+    runner = choose(size)
+    audit.runner = runner.name
+    audit.objects += len(first.named) + len(first.places)
+    audit.size_bytes += size
+    objects = [ObjectsTask(first.store.url, some) for some in _steps(first.named.values())]
+    places = [VerifyTask(some) for some in _steps(first.places.values())]
+    total = max(len(objects) + len(places), 1)
+
+    def tick(before: int, done: int) -> None:
+        progress(HALF + (before + done) * HALF // total, 2 * HALF)
+
+    for answer in runner.map(compare_objects, objects, tick=lambda done, _: tick(0, done)):
+        for difference in answer.result():
+            _add(audit, difference)
+    for verdict in runner.map(run_task, places, tick=lambda done, _: tick(len(objects), done)):
+        for finding in verdict.result():
+            _add_finding(audit, finding)
+
+
+def _steps(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    waiting = iter(items)
+    while some := tuple(islice(waiting, TASK_OBJECTS)):
+        yield some
+
+
+def _add(audit: ArchiveAudit, difference: ObjectDifference) -> None:
+    audit.add(difference.state, difference.key, difference.what, difference.size_bytes)
+
+
+def _add_finding(audit: ArchiveAudit, finding: ArtifactFinding) -> None:
+    if finding.error is not None:
+        raise finding.error
+    if finding.is_bad:
+        place = finding.place
+        audit.add(finding.state.name, place.object_key, "; ".join(finding.problems), place.size_bytes)
+
+
+# ── what nothing names ────────────────────────────────────────────────────────────────────────────────────────────────
+def _report_orphans(first: _First, line: Line, listing: ArchiveListing, epochs_of_line: set[int], now_ms: int) -> None:
+    audit, own = first.audit, first.store.url
+    audit.abandoned = {
+        epoch: there.objects() for epoch, there in listing.epochs.items() if epoch not in epochs_of_line and there.logs
+    }
+    for key, size in listing.foreign.items():
+        audit.add("ORPHANED", key, "no object of an archive has such a name", size)
+    newest_base = _newest_base(line)
+    for epoch, there in listing.epochs.items():
+        if epoch in audit.abandoned:
+            continue
+        for key, (number, size) in (*there.parts.items(), *there.files.items()):
+            if key not in first.named and Position(epoch, number) < newest_base:
+                audit.add("ORPHANED", key, "no log object names it; it is trimmed when it is out of the window", size)
+    for page in first.store.list_pages(store_prefix(first.store_id)):
+        for info in page:
+            part = info.key.removeprefix(f"{first.store_id}/").split("/", 1)[0]
+            if part not in KNOWN:
+                audit.add("ORPHANED", info.key, "no store has such a name", info.size_bytes)
+            elif part == "e" and info.modified_ms <= now_ms - GRACE_MS:
+                in_epoch = parse_epoch_key(info.key)
+                if in_epoch is not None and in_epoch[1] not in epochs_of_line:
+                    audit.abandoned[in_epoch[1]] = audit.abandoned.get(in_epoch[1], 0) + 1
+                elif not _is_named(first, own, info.key, in_epoch[2] if in_epoch is not None else info.key):
+                    audit.add("ORPHANED", info.key, "no row names it", info.size_bytes)
+
+
+def _newest_base(line: Line) -> Position:
+    """The log object that the newest base begins with: what is older and unnamed was left by somebody who died."""
+    newest = line.newest()
+    if newest is None or newest.base == NONE:
+        return Position(0, 0)
+    whole = line.whole(newest.position.epoch, newest.base)
+    return Position(newest.position.epoch, whole.base.first_log) if whole is not None else Position(0, 0)
+
+
+def _is_named(first: _First, url: str, key: str, suffix: str) -> bool:
+    return (
+        (url, key) in first.places
+        or (url, key) in first.announced
+        or is_log_key(suffix)
+        or t.retired_digest("", key) in first.retired
+    )
