@@ -111,6 +111,9 @@ class Archiver:
         # guarded by _lock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        """The archiver's own threads sleep here."""
+        self._arrived = threading.Condition(self._lock)
+        """Calls that wait for the bucket sleep here: each object wakes them once."""
         self._outbox: deque[Outgoing] = deque()
         self._has_base = False
         """Whether what is archived can be restored: not before a base counts, nor after the chain was broken."""
@@ -233,18 +236,23 @@ class Archiver:
         deadline = time.monotonic() + (self.settings.sync_seconds if timeout is None else timeout)
         with self._lock:
             self._waiting += 1
-            self._changed.notify_all()
+            if not self._outbox:  # else the next cut comes when that has arrived
+                self._changed.notify_all()
             try:
-                while self._archived < end or not self._has_base:
-                    if self._failure is not None:
-                        raise self._failure
+                while True:
+                    if (
+                        self._failure is not None
+                    ):  # before the end is believed: behind a failure the queue takes nothing
+                        raise self._failure.with_traceback(None)
+                    if self._archived >= end and self._has_base:
+                        return
                     if (left := deadline - time.monotonic()) <= 0:
                         raise NotArchived(
                             "committed on this disk, and not in the bucket: it did not answer in time",
                             hint="`quire archive status` shows what waits; it is uploaded as soon as the bucket answers",
                             error=self.last_error,
                         )
-                    self._changed.wait(left)
+                    self._arrived.wait(left)
             finally:
                 self._waiting -= 1
 
@@ -333,8 +341,9 @@ class Archiver:
             events, end = self.queue.take(OBJECT_BYTES)
             if not events:
                 with self._lock:  # places that were cancelled, nothing else
-                    if not self._outbox:
-                        self._archived = max(self._archived, end)
+                    if not self._outbox and end > self._archived:
+                        self._archived = end
+                        self._arrived.notify_all()
                 return
             hit("archive.cut.taken")
             self._send(events, end, since)
@@ -514,6 +523,8 @@ class Archiver:
             self.recorder.end_watch()
         hit("archive.base.put")
         self.queue.append(PendingBase(BaseEvent(first.number, tuple(parts)), breaks))
+        with self._lock:  # whoever waits in mode `sync` waits for this one, too
+            self._changed.notify_all()
 
     def _put_part(self, first: Position, number: int, events: list[AnyEvent]) -> tuple[str, int, bytes]:
         header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
@@ -553,6 +564,7 @@ class Archiver:
                         is_whole = outgoing.restorable == outgoing.position.number
                         self._has_base = is_whole and outgoing.breaks == self._breaks
                     self._changed.notify_all()
+                    self._arrived.notify_all()
                 self._forget(outgoing)
         except BaseException as error:
             self._fail(error)
@@ -636,6 +648,8 @@ class Archiver:
         with self._lock:
             self._failure = self._failure or failure
             self._changed.notify_all()
+            self._arrived.notify_all()
+        self.queue.close()  # nobody takes from it; after `_failure`, or `wait` would believe its end
         emit_safely("error", "archive.stopped", error=str(error))
         if isinstance(error, StoreFenced):
             self._fence(error)

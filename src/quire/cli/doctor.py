@@ -143,7 +143,7 @@ def _begun(call: Callable[[], T]) -> Callable[[], T]:
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, name="quire-doctor")
     thread.start()
 
     def outcome() -> T:

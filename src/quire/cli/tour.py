@@ -290,7 +290,7 @@ class Onlooker:
         self._store = store
         self._batch_ops = batch_ops
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="onlooker")
+        self._thread = threading.Thread(target=self._look, name="quire-tour")
 
     def __enter__(self) -> Onlooker:
         self._before = self._rows()

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from quire.core.barrier import changes
 from quire.core.errors import (
     IllegalTransition,
     InvalidInput,
@@ -95,6 +96,7 @@ class Worker:
         """Of the present life; the next one has its own, so that a slot stuck in an earlier life stays stopped."""
         self._threads: list[threading.Thread] = []
         self._keeper: LeaseKeeper | None = None
+        ctx.manifest.cover(self)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
@@ -138,6 +140,7 @@ class Worker:
                 taken += 1
         return taken
 
+    @changes
     def run(
         self,
         job_id: int,

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quire.core.barrier import changes
 from quire.core.errors import InvalidInput, OutOfRange, StorageFault
 from quire.core.limits import KIB, MIB
 from quire.durable.files import Disk
@@ -54,6 +55,8 @@ class Load:
     def __init__(self, kv: Kv, lsn: int) -> None:
         self.lsn = lsn
         self._kv = kv
+        if kv.barrier is not None:
+            kv.barrier.cover(self)
         self._ids: set[int] = set()
         self._over = False
 
@@ -67,6 +70,7 @@ class Load:
         """Where the table with this id is to be written."""
         return self._kv.home.sst(sst_id)
 
+    @changes
     def publish(self, ids: Iterable[int], *, number: int = 0) -> int:
         """Have these tables in the database, all at once; how many rows they bring."""
         kv = self._kv

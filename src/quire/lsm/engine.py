@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.core.barrier import changes, may_change
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.closing import close_all
@@ -93,10 +94,12 @@ class KvEngine:
         self._copies: weakref.WeakSet[FrozenKv] = weakref.WeakSet()
         """Snapshots that somebody reads."""
         manifest.env.fork_hooks.append(self._forked)
+        manifest.cover(self)
         if not manifest.read_only:
             self.sweep()
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @may_change
     def open(self, db: int | str, *, create: bool = False) -> Kv:
         """A key-value database, recovered; with `create` it is registered if there is none of this name."""
         if self._manifest.read_only:
@@ -135,6 +138,8 @@ class KvEngine:
             raise
         kv.check_owner = self._manifest.writer.check_owner
         kv.require_writable = Writability(self._manifest, db_id).require
+        kv.barrier = self._manifest.barrier
+        self._manifest.cover(kv)
         kv.fold()
         if not is_made and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
@@ -159,6 +164,7 @@ class KvEngine:
             if kv.failure is None and kv.follower is not None:
                 kv.follower.record(kv.ends())
 
+    @may_change
     def repair(self, db: int | str, *, apply: bool = False, objects: ObjectStore | None = None) -> RepairReport:
         """What can be saved of a database whose files do not fit together; with `apply` it is done, and the database opens.
 
@@ -212,6 +218,7 @@ class KvEngine:
             return dict(self._open)
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def snapshot(
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
@@ -274,6 +281,7 @@ class KvEngine:
         path = self._path(lsm_snapshot_dir(info.db_id, number))
         return FrozenCopy(path, self._owner(info.db_id), number, record.anchor_lsn)
 
+    @changes
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
     ) -> int:
@@ -323,6 +331,7 @@ class KvEngine:
             ),
         )
 
+    @changes
     def adopt(self, name: str, make: MakeFiles, *, namespace_id: int = 0) -> int:
         """A new database whose files `make(directory)` brings: how a backup is restored; its id."""
         check_name("database", name)

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from quire.core.barrier import Barrier, changes
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
@@ -163,6 +164,8 @@ class Kv(KvRanges):
         """Raises if the store has another owner by now; set by the engine."""
         self.require_writable: Callable[[], None] = lambda: None
         """Raises if the database takes no writes; set by the engine."""
+        self.barrier: Barrier | None = None
+        """What acknowledgements wait behind in mode `sync` of the archive; set by the engine."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
         self.upkeep = KvMaintenance(self, jobs, background=background)
@@ -240,16 +243,19 @@ class Kv(KvRanges):
         self.close()
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def put(self, key: Buffer, value: Buffer, *, sync: bool = True) -> None:
         """Set the value of a key."""
         if value is None:
             raise InvalidInput("a value must be bytes, not None", hint="`delete` removes a key", key=key)
         self.write({as_bytes(key): value}, sync=sync)
 
+    @changes
     def delete(self, key: Buffer, *, sync: bool = True) -> None:
         """Remove a key; one that is not there is fine."""
         self.write({as_bytes(key): None}, sync=sync)
 
+    @changes
     def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True) -> int:
         """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch)."""
         items = checked_batch(batch)
@@ -275,6 +281,7 @@ class Kv(KvRanges):
             self._sync(wal, end)
         return lsn
 
+    @changes
     def sync(self) -> None:
         """Have everything that was written durable."""
         with self._writing:
@@ -336,6 +343,7 @@ class Kv(KvRanges):
             old.close()
         self.upkeep.wake()
 
+    @changes
     def flush(self) -> None:
         """Have everything that was written in tables."""
         with self._writing:
@@ -344,6 +352,7 @@ class Kv(KvRanges):
                 self._freeze()
         self.upkeep.flush_all()
 
+    @changes
     def compact(self) -> None:
         """Flush, and merge all tables into one level."""
         self.flush()
@@ -385,6 +394,7 @@ class Kv(KvRanges):
         with self._viewing:
             self._viewing.notify_all()
 
+    @changes
     def begin_load(self) -> int:
         """The lsn of a bulk load: everything written before is older than what it brings, everything after is newer."""
         self.require_writable()

@@ -32,6 +32,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol, Self
 
+from quire.core.barrier import changes
 from quire.core.errors import (
     CursorLost,
     InvalidInput,
@@ -188,6 +189,7 @@ class ChangeFeed:
         return await asyncio.to_thread(self.wait, after, rest)
 
     # ── subscribing ───────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def register(
         self, start: Start | int = Start.OLDEST, *, name: str = "", ttl_seconds: float = 0, max_lag: int = 0
     ) -> CursorInfo:
@@ -200,16 +202,19 @@ class ChangeFeed:
         self._manifest.submit([op]).result()
         return self.cursor(cursor_id)
 
+    @changes
     def acknowledge(self, cursor: int | str, upto: int) -> None:
         """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
         self._manifest.submit([AcknowledgeChanges(self.cursor(cursor).cursor_id, upto)]).result()
         self.trim_behind()
 
+    @changes
     def drop(self, cursor: int | str) -> None:
         """The subscriber leaves for good."""
         self._manifest.submit([DropCursor(self.cursor(cursor).cursor_id)]).result()
         self.trim_behind()
 
+    @changes
     def resume(self, cursor: int | str) -> CursorInfo:
         """Let a lost cursor go on where it stood, or with the oldest change that is kept. What is between, it misses."""
         cursor_id = self.cursor(cursor).cursor_id

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.core.barrier import changes
 from quire.core.errors import IllegalTransition, InvalidInput, UnknownJob
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -134,6 +135,7 @@ class JobQueue:
         where = (artifact.origin_db_id, artifact.kind, artifact.id, artifact.generation, artifact.delta_id)
         return self._manifest.submit([UpdateArtifact(*where, purge_after_ms=until_ms)])
 
+    @changes
     def enqueue(
         self,
         kind: JobKind,
@@ -166,6 +168,7 @@ class JobQueue:
         self.news.set()
         return int.from_bytes(receipt.result, "big")
 
+    @changes
     def record(
         self,
         kind: JobKind,
@@ -250,12 +253,14 @@ class JobQueue:
         expires = self._manifest.clock.now_ms() + int(lease_seconds * 1000)
         self._manifest.submit([RenewJobLease(job.job_id, worker, expires, done, total)]).result()
 
+    @changes
     def complete(self, job: Job, result: Any = None, *, ops: Iterable[Op] = (), after: Iterable[Op] = ()) -> None:
         """The attempt has succeeded, in one batch with its effects; `after` are those that need the gate to be open again."""
         packed = b"" if result is None else msgspec.msgpack.encode(result)
         done = CompleteJob(job.job_id, JobState.SUCCEEDED, job.record.attempt, result=packed)
         self._manifest.submit([*ops, done, *after]).result()
 
+    @changes
     def fail(self, job: Job, error: str, *, permanent: bool = False) -> JobState:
         """The attempt has failed: the job waits for another one, or has failed for good; which."""
         record, text = job.record, error[:ERROR_CHARS_MAX]
@@ -270,15 +275,18 @@ class JobQueue:
         self._manifest.submit([RequeueJob(job.job_id, record.attempt, not_before, text)]).result()
         return JobState.PENDING
 
+    @changes
     def defer(self, job: Job, until_ms: int) -> None:
         """It is too early for the job: it waits until then, and has not failed."""
         self._manifest.submit([RequeueJob(job.job_id, job.record.attempt, until_ms, deferred=True)]).result()
 
     # ── from outside ──────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def cancel(self, job_id: int) -> None:
         """End a job that has not ended. A worker on it notices when it renews."""
         self._manifest.submit([CompleteJob(job_id, JobState.CANCELLED, error="cancelled")]).result()
 
+    @changes
     def retry(self, job_id: int) -> int:
         """Enqueue a job that failed or was cancelled once more; the new job's id. The old one stays as it ended."""
         job = self.get(job_id)

@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from quire.core.barrier import changes
 from quire.core.errors import InvalidInput, ManifestDamaged, WouldDropEverything
 from quire.core.events import emit
 from quire.core.ids import U32_MAX
@@ -241,6 +242,7 @@ class SnapshotRetention:
         with self._manifest.read() as txn:
             return txn.get(t.RETENTION, txn.require_database(db)[0])
 
+    @changes
     def set(self, db: int | str, policy: RetentionRecord | None) -> None:
         """Give a database a policy, or none. Nothing is dropped before it is applied."""
         if policy is not None:
@@ -257,6 +259,7 @@ class SnapshotRetention:
         decisions = decide(self._manifest.snapshots.of(db_id), chosen, now_ms=self._manifest.clock.now_ms())
         return RetentionPlan(db_id, chosen, tuple(decisions))
 
+    @changes
     def apply(self, plan: RetentionPlan, *, force: bool = False) -> list[SnapshotInfo]:
         """Drop what the plan says, in one batch; what was dropped. A snapshot that is gone meanwhile fails the batch."""
         if batch := self.drops(plan, force=force):

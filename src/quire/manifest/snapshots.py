@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.barrier import changes
 from quire.core.errors import ArtifactGone, InvalidInput, StalePlan, UnknownArtifact
 from quire.core.ids import ArtifactKey
 from quire.core.limits import CHUNK_BYTES
@@ -124,6 +125,7 @@ class Snapshots:
         self._next: dict[int, int] = {}
 
     # ── making and dropping ───────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def publish(
         self,
         db: int | str,
@@ -171,6 +173,7 @@ class Snapshots:
             self._next[db_id] = snapshot_id + 1
         return guard, snapshot_id
 
+    @changes
     def drop(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
         info = self.get(db, snapshot)
@@ -190,6 +193,7 @@ class Snapshots:
                     origins.update(pin.origin_db_id for pin in record.pins)
         return origins
 
+    @changes
     def fork(
         self,
         db: int | str,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
+from quire.core.barrier import Barrier, changes
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly
 from quire.core.limits import SCAN_ROWS_MAX
@@ -72,6 +73,8 @@ class ManifestStore:
         self.first_db_id = next_ids.get(Counter.DB, 0)
         """The lowest id that a database created by this process can have; 0 for a reader."""
         self._writer = writer
+        self.barrier: Barrier | None = None
+        """What public calls wait behind in mode `sync` of the archive; set once, by `stand_behind`."""
         self.submit: Callable[..., ManifestGuard] = writer.submit if writer is not None else self._refuse
         """`submit(ops, *, key=None, result=b"", timeout=None)` queues a batch: `ManifestWriter.submit` itself."""
         self._ids_lock = threading.Lock()
@@ -158,6 +161,16 @@ class ManifestStore:
     def _refuse(self, *_: object, **__: object) -> ManifestGuard:
         return self.writer.submit(())
 
+    def stand_behind(self, barrier: Barrier) -> None:
+        """Have every call that changes something wait for the archive. Guards do not: they speak of this disk."""
+        self.barrier = barrier
+        self.cover(self, self.snapshots, self.jobs, self.retention, self.feed)
+
+    def cover(self, *parts: object) -> None:
+        """The marked methods of these parts of the store are public calls, too (core/barrier.py)."""
+        if self.barrier is not None:
+            self.barrier.cover(*parts)
+
     # ── reading and writing ───────────────────────────────────────────────────────────────────────────────────────────
     def read(self) -> ReadTxn:
         """A snapshot of the manifest, for a moment."""
@@ -202,16 +215,19 @@ class ManifestStore:
             self._next_ids[counter] = allocated + 1
             return allocated
 
+    @changes
     def reserve_db_id(self) -> int:
         """A database id that will never be given again: for a fork, whose op needs it."""
         db_id = self.allocate(Counter.DB)
         self.submit([ReserveIds(Counter.DB, db_id)]).result()
         return db_id
 
+    @changes
     def reserve_job_id(self) -> int:
         """A job id that will never be given again: for `enqueue_job`, in this process."""
         return self.jobs.reserve()
 
+    @changes
     def reserve_generation(self, db_id: int) -> int:
         """A generation of the database that will never be given again."""
         with self.read() as txn:
@@ -224,6 +240,7 @@ class ManifestStore:
         return generation
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def register_db(
         self,
         name: str,
@@ -276,6 +293,7 @@ class ManifestStore:
         drops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
         return self.submit([*drops, DropDb(db_id), *self.jobs.deletions(origins)])
 
+    @changes
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "", name: str = "") -> int:
         """Register a bucket and prefix; its id. With a name it stays until it is dropped."""
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms(), name=name)

@@ -126,7 +126,7 @@ def lend(
     """(id of the lease, a view of each database as it is now), written but not yet durable transactions included."""
     manifest, objects_url = engine._manifest, engine._objects_url
     leases = manifest.leases
-    with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as holds:
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="quire-lend") as pool, ExitStack() as holds:
         stores = list(pool.map(engine.open, databases))
         for store in stores:
             holds.callback(_hold(store, "lend").close)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+from quire.core.barrier import changes
 from quire.core.clock import Clock
 from quire.core.errors import DatabaseTombstoned, QuireError, ReadOnly, StoreClosed
 from quire.core.events import emit
@@ -124,6 +125,7 @@ class PageEngine:
         self._ticker: threading.Thread | None = None
         self._closed = False
         manifest.env.fork_hooks.append(self._forked)
+        manifest.cover(self)
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, *, page_size: int = 0, salvage: bool = False) -> PageStore:
@@ -252,6 +254,7 @@ class PageEngine:
             return segment_place(txn, origin, segment_id, self._objects_url)
 
     # ── for jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def flush(self, db_id: int) -> None:
         """Have everything that is written sealed, durable and published; nothing if the database is not open."""
         if (store := self._open.get(db_id)) is not None:
@@ -275,6 +278,7 @@ class PageEngine:
         return store.readers.peek() if store is not None else self._floors.others(db_id)
 
     # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def snapshot(
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
@@ -282,6 +286,7 @@ class PageEngine:
         publish = partial(self._manifest.snapshots.publish, tags=tags, expires_at_ms=expires_at_ms)
         return self._anchored(db, lambda db_id, anchor: publish(db_id, name, anchor=anchor))
 
+    @changes
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
     ) -> int:

@@ -106,10 +106,10 @@ PAGES_MAX = 2**32 - 1
 class PageGuard:
     """A commit on its way to disk: `result()` returns when it is durable, `await guard` suspends until then."""
 
-    __slots__ = ("_wal", "lsn", "mark", "size_pages")
+    __slots__ = ("lsn", "mark", "size_pages", "wal")
 
     def __init__(self, wal: Wal, mark: Mark) -> None:
-        self._wal = wal
+        self.wal = wal
         self.mark = mark
         self.lsn = mark.lsn
         self.size_pages = mark.size_pages
@@ -117,15 +117,17 @@ class PageGuard:
     def result(self) -> int:
         """The commit's lsn, once it is durable."""
         lsn = self.lsn
-        self._wal.until(lsn)
+        self.wal.until(lsn)
+        if (barrier := self.wal.barrier) is not None:
+            barrier.hold()
         return lsn
 
     def done(self) -> bool:
         """Whether it is durable."""
-        return self._wal.durable.lsn >= self.lsn
+        return self.wal.durable.lsn >= self.lsn
 
     def __await__(self) -> Generator[Any, None, int]:
-        if self.done():
+        if self.done() and self.wal.barrier is None:
             return self.lsn
         import asyncio  # 40 ms that a program without an event loop need not pay
 

@@ -101,6 +101,8 @@ class Wal:
         self._clock = clock
         self._notify = notify
         self._notify_bytes = notify_bytes
+        self.barrier = manifest.barrier
+        """What a commit's guard waits behind in mode `sync` of the archive."""
         # guarded by _append
         self._append = threading.Lock()
         self._maker = SegmentMaker(

@@ -237,7 +237,15 @@ class Service:
 
         limit = self._waits if name in LONG_POLLS else self._calls
         with limit.place(), continued(admission.trace), span("Service.call", action=name, role=role):
-            return self._handlers.of(name)(request, CallContext(key, role, is_over))
+            handler, called = self._handlers.of(name), CallContext(key, role, is_over)
+            if (barrier := self._manifest.barrier) is None or action.access is Role.READ:
+                return handler(request, called)
+            with (
+                barrier.call()
+            ):  # once for the whole action, and also for an answer that was kept from an earlier attempt
+                answer = handler(request, called)
+                barrier.note()
+            return answer
 
     def _failed(self, error: QuireError, *, again: bool = False) -> Iterator[bytes]:
         with self._counts.lock:

@@ -166,7 +166,7 @@ def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool, threads: i
     the disk more than they work."""
 
     def run(batches: Batches) -> Batches:
-        with tools_of(site) as tools, ThreadPoolExecutor(threads) as pool:
+        with tools_of(site) as tools, ThreadPoolExecutor(threads, thread_name_prefix="quire-executor") as pool:
             under_way: set[Future[TaskResult[Key, Any]]] = set()
             for key, rows in groupby(_rows(batches), key=itemgetter(0, 1)):
                 under_way.add(pool.submit(_joined, key, list(rows), join, tools, needs_task))

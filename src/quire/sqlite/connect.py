@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 
 import apsw
 
+from quire.core.barrier import Barrier
 from quire.core.errors import InvalidInput, NameTaken, QuireError, ReadOnly, StoreClosed, UnknownDatabase
 from quire.core.ids import Epoch
 from quire.durable.names import check_name
@@ -135,6 +136,8 @@ class SqliteDatabases:
         if self._opened.file is not None and (file := self._opened.file()) is not None:
             file.connection = weakref.ref(connection)
         connection.set_busy_timeout(int(timeout * 1000))
+        if (barrier := self._manifest.barrier) is not None and not read_only:
+            _wait_after_commits(connection, barrier)
         # It reads the schema. A malformed one is met by the first statement, as in SQLite: people connect to repair it
         # (`PRAGMA writable_schema`). Such a connection keeps SQLite's own cache.
         try:
@@ -239,6 +242,18 @@ class SqliteDatabases:
             raise StoreClosed("this store was opened by the parent of a fork()", hint="open it again in this process")
         if self._closed:
             raise StoreClosed("the store is closed", hint="open it again")
+
+
+def _wait_after_commits(connection: Connection, barrier: Barrier) -> None:
+    """Have every statement that commits wait for the archive (A9). SQLite reports a statement's end after its commit, when its
+    locks are given back, and apsw passes an exception on: the caller hears it of a transaction that is committed."""
+    ended = weakref.ref(connection)
+
+    def after(_: object) -> None:
+        if (open_connection := ended()) is not None and open_connection.getautocommit():
+            barrier.settle()
+
+    connection.trace_v2(apsw.SQLITE_TRACE_PROFILE, after, id=barrier)
 
 
 def _at_parameters(at: At) -> dict[str, str]:

@@ -285,7 +285,10 @@ class LiveFile(DatabaseFile[ReadPin]):
             self._seen, self._read = (guard.lsn, version), pin.read_page
             database.turn.give(self)
             if self.synchronous >= pragmas.FULL:
-                guard.result()
+                wal = guard.wal
+                wal.until(guard.lsn)
+                if wal.barrier is not None:
+                    wal.barrier.note()  # waiting is for the end of the statement: an error here would read as a rollback
         except BaseException as error:  # an interrupt too: SQLite must hear of no other kind of failure here
             txn.rollback()
             self._drop()

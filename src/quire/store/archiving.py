@@ -16,6 +16,7 @@ from quire.archive.replay import read_origin
 from quire.archive.sealing import former_epoch, missed, seal
 from quire.archive.standby_state import Phase, read_state
 from quire.archive.state import take_state
+from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
 from quire.store import object_location
 from quire.store.layout import objects_url
@@ -60,6 +61,9 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
     store = Store(root, settings, manifest, lock, archiver.recorder)
     wiring = store._parts
     store.archive = archiver
+    if settings.archive.mode == "sync":
+        manifest.stand_behind(Barrier(archiver.wait))
+        manifest.cover(store)
     return store
 
 

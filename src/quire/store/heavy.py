@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from quire.core.barrier import changes
 from quire.durable.space import measure
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
@@ -48,7 +49,9 @@ class Heavy:
         self._store = store
         self._wiring = wiring
         self._manifest = store.manifest
+        self._manifest.cover(self)
 
+    @changes
     def compact(self, name: str, *, runner: str = "") -> Job:
         """Merge all tables of a key-value database into one level; the job, as it ended."""
         payload = {"major": True, "runner": runner}
@@ -56,6 +59,7 @@ class Heavy:
             db_id, _ = txn.live(name, DbKind.LSM)
         return self._run_job(self._manifest.jobs.enqueue(JobKind.COMPACTION, db_id, payload))
 
+    @changes
     def checkpoint_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
@@ -65,12 +69,14 @@ class Heavy:
             prepare_checkpoint(self._wiring.context, db_id, leave_open=False)
         return self._run_many(JobKind.CHECKPOINT, db_ids, runner, progress)
 
+    @changes
     def merge_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
         """Merge the chains of these page databases, or of all, in one run; their jobs, as they ended."""
         return self._run_many(JobKind.MERGE, self._ids_of(names), runner, progress)
 
+    @changes
     def verify(
         self,
         *,
@@ -92,6 +98,7 @@ class Heavy:
         }
         return self._run_job(self._manifest.jobs.enqueue(JobKind.VERIFY, 0, payload), progress)
 
+    @changes
     def sweep(
         self,
         *,
@@ -104,6 +111,7 @@ class Heavy:
         payload = {"delete": delete, "runner": runner, "grace_seconds": float(grace_seconds)}
         return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload), progress)
 
+    @changes
     def bundle(self, name: str = "", *, runner: str = "", period_seconds: float = 0.0) -> Job:
         """Make bundles of old chunks of a stream's manifest log, or of all streams'; the job, as it ended.
 
@@ -121,6 +129,7 @@ class Heavy:
         """What is damaged, and `more` of the same columns (orphans, say), as a Parquet file."""
         write_report(path, [*self.damaged(), *more])
 
+    @changes
     def audit(self, *, runner: str = "", progress: Progress = no_tick) -> pa.Table:
         """Everything that rows and objects disagree about, as a table.
 
@@ -135,12 +144,14 @@ class Heavy:
             problems = list(check(txn, without=COUNTED_RULES))
         return audit_table(problems, self.damaged(), swept.result or {}, counted)
 
+    @changes
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
         """Reference counts, heads and floors that are not what rows add up to: rows of the audit's table."""
         differences: list[dict[str, Any]]
         differences = self._run_to_end(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
         return differences
 
+    @changes
     def restore(
         self,
         name: str,
@@ -161,6 +172,7 @@ class Heavy:
         result: dict[str, Any] = self._run_to_end(JobKind.RESTORE, db_id, payload, progress).result
         return result
 
+    @changes
     def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
         """What each database and snapshot takes: alone, shared, by tier."""
         usage: list[Usage] = []
@@ -168,6 +180,7 @@ class Heavy:
         self._run_to_end(JobKind.STATS, 0, {"runner": runner}, progress, handler)
         return with_disk(usage, measure(self._store.path))
 
+    @changes
     def retention_all(
         self,
         names: Iterable[str] | None = None,
@@ -190,10 +203,12 @@ class Heavy:
             db_ids = [self._id_of(name) for name in names]
         return apply_many(self._manifest, db_ids, force=force, only=only, progress=progress)
 
+    @changes
     def start(self, kind: JobKind, db_id: int, *, runner: str = "") -> int:
         """Enqueue a job of an exclusive kind, unless one is outstanding; the id of either."""
         return start(self._wiring.context, kind, db_id, runner=runner)
 
+    @changes
     def run_now(self, kind: JobKind, name: str, *, runner: str = "") -> Job:
         """Run a job of an exclusive kind about a database: the outstanding one, if there is one. The job, as it ended."""
         return self._run_job(self.start(kind, self._id_of(name), runner=runner))

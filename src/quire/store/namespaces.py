@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.core.barrier import changes
 from quire.core.errors import InvalidInput, UnknownNamespace
 from quire.durable.names import check_name
 from quire.manifest import tables as t
@@ -104,7 +105,9 @@ class Namespaces:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        store.manifest.cover(self)
 
+    @changes
     def create(self, name: str, url: str) -> NamespaceInfo:
         """Register a place; nothing is contacted, and nothing is written there."""
         check_name("namespace", name)
@@ -136,6 +139,7 @@ class Namespaces:
         with self._store.manifest.read() as txn:
             return find_namespace(txn, name)
 
+    @changes
     def drop(self, name: str) -> NamespaceInfo:
         """Give up a namespace that no database uses; its name is free at once."""
         info = self.get(name)

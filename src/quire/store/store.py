@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
 from quire.jobs.residency import evict_database, hydrate_database
@@ -201,6 +202,7 @@ class Store:
         return self._wiring
 
     # ── SQLite ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @may_change
     def sqlite(
         self,
         name: str,
@@ -244,6 +246,7 @@ class Store:
         """The key-value databases."""
         return self._parts.kv
 
+    @may_change
     def kv(self, name: str, *, create: bool = False) -> Kv:
         """A key-value database; with `create=True` it is made if there is none."""
         return self.kvs.open(name, create=create)
@@ -253,6 +256,7 @@ class Store:
         """The streams."""
         return self._parts.streams
 
+    @may_change
     def stream(self, name: str, *, create: bool = False) -> Stream:
         """A stream; with `create=True` it is made if there is none."""
         return self.streams.open(name, create=create)
@@ -276,11 +280,13 @@ class Store:
         """The owner's maintenance: schedules, retention, leases, jobs."""
         return self._parts.upkeep
 
+    @changes
     def maintain(self) -> Round:
         """One round of maintenance now, and the jobs that are due, in this thread; what was done."""
         return self.upkeep.run_once()
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def create(
         self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
     ) -> DatabaseInfo:
@@ -293,6 +299,7 @@ class Store:
         db_id = self.manifest.register_db(name, kind, tags=tags, namespace_id=namespace_id)
         return self.database(db_id)
 
+    @changes
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
         """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
         info = self.database(name)
@@ -301,16 +308,19 @@ class Store:
             self._parts.engine_of(info.kind).sweep()
         return info
 
+    @changes
     def rename(self, old: str, new: str) -> DatabaseInfo:
         """Give a database another name; the database under its new one."""
         self.manifest.rename_db(self.database(old).db_id, new).result()
         return self.database(new)
 
+    @changes
     def set_status(self, name: str, status: DbStatus | str) -> DatabaseInfo:
         """Make a database "read_only", so that every write is refused, or "active" again. Upkeep goes on in both."""
         self.manifest.update_db_status(self.database(name).db_id, status_named(status)).result()
         return self.database(name)
 
+    @changes
     def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
         """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
         chosen = compression_named(compression) if compression else None
@@ -318,10 +328,12 @@ class Store:
         return self.database(name)
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
         return self._parts.snapshot(name, snapshot, tags)
 
+    @changes
     def fork(
         self,
         name: str,
@@ -348,18 +360,22 @@ class Store:
         """The jobs that read or write many bytes, over one database or all."""
         return Heavy(self, self._parts)
 
+    @changes
     def checkpoint(self, name: str, *, runner: str = "") -> Job:
         """Bring what is in a database's WAL into chunks; the job, as it ended. `runner`: auto, threads or spark."""
         return self.heavy.run_now(JobKind.CHECKPOINT, name, runner=runner)
 
+    @changes
     def merge(self, name: str, *, runner: str = "") -> Job:
         """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
         return self.heavy.run_now(JobKind.MERGE, name, runner=runner)
 
+    @changes
     def evict(self, name: str) -> list[Job]:
         """Remove local copies that only snapshots and chunk readers need, once their objects are there; the jobs, ended."""
         return self._move_copies(name, evict_database)
 
+    @changes
     def hydrate(self, name: str) -> list[Job]:
         """Make local copies of everything a database has in the object store alone; the jobs, as they ended."""
         return self._move_copies(name, hydrate_database)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
+from quire.core.barrier import Barrier
 from quire.core.errors import DiskFull, InvalidInput, OutOfRange, QuireError
 from quire.core.ids import U64_MAX
 from quire.core.settings import StreamSettings
@@ -29,6 +30,8 @@ class Log(Protocol):
 
     durable: int
     """The id behind the last durable record."""
+    barrier: Barrier | None
+    """What an acknowledgement waits behind in mode `sync` of the archive."""
 
     def require(self) -> None:
         """Raise what has made it unusable, if something has."""
@@ -73,10 +76,12 @@ class Appended(msgspec.Struct, gc=False, eq=False):
                 self._is_told = True
                 self._log.told(self.count)
             raise
+        if (barrier := self._log.barrier) is not None:
+            barrier.hold()
         return self.record
 
     def __await__(self) -> Generator[Any, None, int]:
-        if not self.done:
+        if not self.done or self._log.barrier is not None:
             import asyncio  # 40 ms that a program without an event loop need not pay
 
             yield from asyncio.get_running_loop().run_in_executor(None, self.result).__await__()

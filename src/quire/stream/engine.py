@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from quire.core.barrier import changes, may_change
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.closing import close_all
@@ -102,8 +103,10 @@ class StreamEngine:
         self._mover: threading.Thread | None = None
         self._closed = False
         manifest.env.fork_hooks.append(self._forked)
+        manifest.cover(self)
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @may_change
     def open(self, db: int | str, *, create: bool = False) -> Stream:
         """A stream, recovered; with `create` it is registered if there is none of this name."""
         if self._manifest.read_only:
@@ -144,6 +147,8 @@ class StreamEngine:
             background=self._background,
             store_locked=self._store_locked,
         )
+        stream.hot.barrier = self._manifest.barrier
+        self._manifest.cover(stream)
         stream.hot.refuse_by(Writability(self._manifest, stream_id).require)
         return stream
 
@@ -156,6 +161,7 @@ class StreamEngine:
         """Have objects of a stream deleted."""
         self._collect(self.objects_url(stream_id), keys)
 
+    @may_change
     def repair(self, db: int | str, *, apply: bool = False) -> StreamSurvey:
         """See what can be rebuilt of a stream whose manifest log is damaged or behind; with `apply`, rebuild it.
 
@@ -205,6 +211,7 @@ class StreamEngine:
         with self._lock:
             return list(self._open.values())
 
+    @changes
     def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a stream as it is now."""
         with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
@@ -213,6 +220,7 @@ class StreamEngine:
             stream.ledger.project_now()
             return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
 
+    @changes
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, options: object = None) -> int:
         """Streams are not forked: a record has one place, and a copy of a range is an append elsewhere."""
         hint = "append its `read_batches()` to a new stream"
@@ -228,6 +236,7 @@ class StreamEngine:
         """How much manifest logs are believed, of all streams: what `switch` said last, else quire.toml."""
         return Mode(self._log_settings.mode)
 
+    @changes
     def switch(self, mode: Mode | str) -> None:
         """Change that, for the whole store: now for streams that are open, for the others when they are opened.
 
@@ -266,6 +275,7 @@ class StreamEngine:
         while not self._stopping.wait(self._settings.tick_seconds):
             self.tick()
 
+    @changes
     def tick(self) -> dict[int, Moved]:
         """A round of upkeep for every open stream; what was done."""
         done = {}

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from quire.core.barrier import Barrier
 from quire.core.errors import DiskFull, QuireError, StorageFault, StoreClosed, StoreFenced, poisoned_by
 from quire.core.events import emit
 from quire.core.limits import KIB
@@ -141,6 +142,8 @@ class HotLog:
         self.newest = Newest(0, 0, [])
         # only ever set
         self.failure: QuireError | None = None
+        self.barrier: Barrier | None = None
+        """What whoever waits for records waits behind (A9)."""
         pending = self._pending = Pending(self, settings, next_record=next_record, asked=asked, relieve=self._relieve)
         self.append, self.told = pending.append, pending.told
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from quire.core.barrier import changes
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
@@ -219,12 +220,14 @@ class Stream:
         """
         return self.hot.append(records)
 
+    @changes
     def sync(self) -> int:
         """Return when everything that was appended is durable: the id behind it."""
         self.hot.require()
         self.hot.sync()
         return self.hot.durable
 
+    @changes
     def seal(self) -> bool:
         """End the open segment, so that it can move on; False if there is none."""
         return self.hot.seal()
@@ -274,6 +277,7 @@ class Stream:
         """Who has read how far, by name."""
         return self._state.stored.consumers
 
+    @changes
     def register(self, consumer: str, start: int | None = None) -> int:
         """Make a consumer that begins at `start` (default: the first record), or leave it where it is; its position."""
         return self._state.register(consumer, self.first_record if start is None else start)
@@ -282,16 +286,19 @@ class Stream:
         """The id of the first record that a consumer has not read."""
         return self._state.position(consumer)
 
+    @changes
     def ack(self, consumer: str, position: int) -> None:
         """A consumer has read everything below `position`; durable on return. The same position again is a heartbeat: it keeps
         the consumer's hold on what it has not read."""
         self._state.ack(consumer, position, end=self.end_record)
 
+    @changes
     def drop_consumer(self, consumer: str) -> None:
         """Forget a consumer: it holds nothing any more."""
         self._state.drop(consumer)
 
     # ── tiers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @changes
     def compress(self, *segment_ids: int) -> int:
         """Compress sealed segments, all if none is named; how many were not yet."""
         wanted = [segment for segment in self._chosen(segment_ids) if segment.is_hot and not segment.is_warm]
@@ -299,6 +306,7 @@ class Stream:
             self.tiers.compress(segment.segment_id)
         return len(wanted)
 
+    @changes
     def upload(self, *segment_ids: int) -> int:
         """Upload sealed segments, all if none is named; how many were not yet. The log's own chunks follow."""
         wanted = [segment for segment in self._chosen(segment_ids) if not segment.is_remote]
@@ -308,6 +316,7 @@ class Stream:
         self.ledger.guarded(self.ledger.log.upload)
         return len(wanted)
 
+    @changes
     def evict(self, *segment_ids: int, warm: bool = False) -> int:
         """Give up hot copies (and `warm` ones) of sealed segments, where another copy is; how many copies."""
         count = 0
@@ -318,6 +327,7 @@ class Stream:
                 count += self.tiers.evict(segment.segment_id, warm=True)
         return count
 
+    @changes
     def hydrate(self, *segment_ids: int) -> int:
         """Bring sealed segments back to disk, all if none is named; how many were not there."""
         wanted = [segment for segment in self._chosen(segment_ids) if not segment.is_hot]
@@ -335,6 +345,7 @@ class Stream:
         chosen = (segment for segment in view.sealed if not segment_ids or segment.segment_id in segment_ids)
         return [segment for segment in chosen if not segment.is_going]
 
+    @changes
     def tick(self) -> Moved:
         """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""
         return self.upkeep.tick()
@@ -345,10 +356,12 @@ class Stream:
         """What holds for this stream: its own, or the store's."""
         return self.upkeep.retention
 
+    @changes
     def retain(self, retention: Retention | None) -> None:
         """Give the stream its own retention, or with `None` that of the store's settings."""
         self._state.retain(retention)
 
+    @changes
     def retire(self) -> int:
         """Let go now what retention says; how many segments."""
         return self.upkeep.retire()
@@ -359,6 +372,7 @@ class Stream:
         """How much the manifest log is believed."""
         return self.ledger.mode
 
+    @changes
     def switch(self, mode: Mode | str) -> None:
         """Change that, while the stream is open."""
         with self.hot.paused():

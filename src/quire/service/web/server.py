@@ -214,9 +214,8 @@ class _Listener(socketserver.TCPServer):
             _turn_away(request, is_plain=self._context is None)
             self.shutdown_request(request)
             return
-        work = threading.Thread(
-            target=self._work, args=(request, client_address), name="quire-web-connection", daemon=True
-        )
+        # Not named "quire-…": it acknowledges what a person asked for, and waits for the archive as a caller does (A9).
+        work = threading.Thread(target=self._work, args=(request, client_address), name="web-connection", daemon=True)
         work.start()
 
     def _work(self, request: socket.socket, client_address: Any) -> None:

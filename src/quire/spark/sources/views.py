@@ -118,7 +118,7 @@ class VersionRequest:
         """The versions of several databases: those that are asked for, or the newest, of one lease."""
         if not self.snapshot:
             return self._newest(client, names)
-        with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-views") as pool:
             return list(pool.map(lambda name: self.version(client, name), names))
 
     def _newest(self, client: Client, names: list[str]) -> list[DatabaseVersion]:

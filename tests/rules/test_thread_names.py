@@ -1,0 +1,30 @@
+"""quire's own threads are recognised by their names: they do not wait for the archive (core/barrier.py)."""
+
+from __future__ import annotations
+
+import ast
+
+from quire.core.barrier import OURS
+from tests.rules.tree import sources
+
+CALLERS = {"src/quire/service/web/server.py: web-connection"}
+"""Threads that acknowledge changes to somebody."""
+GIVEN = {"src/quire/jobs/leases.py", "src/quire/jobs/runner.py", "src/quire/archive/archiver.py"}
+"""Modules whose callers choose the name."""
+
+
+def test_every_thread_that_quire_starts_has_a_name_of_ours() -> None:
+    unnamed = []
+    for source in sources("src"):
+        for node in source.nodes:
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func).rsplit(".", 1)[-1]
+            keyword = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix"}.get(called)
+            if keyword is None:
+                continue
+            given = next((argument.value for argument in node.keywords if argument.arg == keyword), None)
+            text = ast.unparse(given).lstrip("f").strip("\"'") if given is not None else ""
+            if not text.startswith(OURS) and source.path not in GIVEN and f"{source.path}: {text}" not in CALLERS:
+                unnamed.append(f"{source.path}:{node.lineno} {text}")
+    assert not unnamed, unnamed
