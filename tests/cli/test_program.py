@@ -34,7 +34,7 @@ NAMES = [" ".join(words) for words in COMMANDS]
 def test_the_commands_are_these() -> None:
     assert NAMES == [
         "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge", "evict",
-        "hydrate", "restore", "verify", "stats", "metrics", "gc", "audit", "takeover", "serve", "doctor", "tour",
+        "hydrate", "restore", "verify", "stats", "metrics", "gc", "audit", "restore-store", "takeover", "serve", "doctor", "tour",
         "completion", "db set-status", "db set", "snapshot create", "snapshot ls", "snapshot show", "snapshot drop",
         "snapshot diff", "sqlite import", "sqlite export", "sqlite follow", "sqlite unfollow", "sqlite shell",
         "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair", "kv backup",
@@ -44,7 +44,8 @@ def test_the_commands_are_these() -> None:
         "retention apply", "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail",
         "feed cursors", "feed resume", "feed drop", "manifest check", "manifest tables", "manifest dump",
         "manifest inspect", "manifest verify", "manifest mode", "manifest bundle", "quarantine ls",
-        "quarantine restore", "quarantine rm", "objects moved", "namespace create", "namespace ls", "namespace drop",
+        "quarantine restore", "quarantine rm", "archive on", "archive off", "archive status",
+        "archive drill", "objects moved", "namespace create", "namespace ls", "namespace drop",
     ]  # fmt: skip
 
 

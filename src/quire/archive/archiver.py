@@ -60,8 +60,9 @@ from quire.archive.remote_files import number_of, remote_at
 from quire.archive.replay import parent_of_epoch
 from quire.archive.standbys import StandbyWatch
 from quire.archive.state import ArchiveState, take_state, write_state
+from quire.archive.status import ArchiveStatus, DrillRecord, Figures, Traffic, read_drill, status_of
 from quire.core.clock import Clock
-from quire.core.errors import AlreadyExists, NotArchived, QuireError, StoreFenced, Unavailable
+from quire.core.errors import AlreadyExists, InvalidInput, NotArchived, QuireError, StoreFenced, Unavailable
 from quire.core.events import emit_safely
 from quire.core.settings import ArchiveSettings
 from quire.durable.failpoints import hit
@@ -92,6 +93,7 @@ class Archiver:
         settings: ArchiveSettings,
         fence: Callable[[StoreFenced], None],
         confirm: Callable[[], None],
+        drill: Callable[[], DrillRecord] | None = None,
     ) -> None:
         """`confirm` asks the bucket whether the store is still ours, and raises `StoreFenced` if not."""
         # constant after construction
@@ -106,6 +108,7 @@ class Archiver:
         self._objects = objects
         self._fence = fence
         self._confirm = confirm
+        self._drill = drill
         self._store_id, self._epoch = "", 0  # constant after `start`
         self._spool = os.path.join(root, SPOOL)
         # guarded by _lock
@@ -145,7 +148,8 @@ class Archiver:
         self._artifacts: dict[tuple[int, int, int], tuple[str, bytes]] = {}
         """(inode, size, time of change) → (object name, SHA-256) of those that were handed over."""
         self._memory_bytes = self._backlog_bytes = 0
-        self.puts = self.put_bytes = 0
+        self.traffic = Traffic()
+        self._last_cut_ms = self._restorable_ms = 0
         self._threads: list[threading.Thread] = []
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,6 +168,7 @@ class Archiver:
             self._base_began = time.monotonic() - max(self._clock.now_ms() - state.base_at_ms, 0) / 1000
             self._base_at_ms = state.base_at_ms
             self._needs_base, self._has_base = False, True
+            self._last_cut_ms = self._restorable_ms = state.at_ms
         self._manifest.writer.archive = self
         self._manifest.writer.record_rows()
         for run, name in ((self._run_cuts, "quire-archive"), (self._run_puts, "quire-archive-put")):
@@ -260,7 +265,39 @@ class Archiver:
         """How old the oldest change is that is not in the bucket."""
         with self._lock:
             since = self._outbox[0].taken_at if self._outbox else self.queue.since
-            return time.monotonic() - since if since is not None else 0.0
+        return time.monotonic() - since if since is not None else 0.0
+
+    def status(self) -> ArchiveStatus:
+        """How the archive is doing: what waits, what can be restored, what it costs."""
+        with self._lock:
+            figures = Figures(
+                failure=self._failure,
+                is_complete=self._archived >= self.queue.end and not self._outbox,
+                has_base=self._has_base,
+                waiting_bytes=self._memory_bytes + self.queue.size_bytes,
+                backlog_bytes=self._backlog_bytes,
+                last_cut_ms=self._last_cut_ms,
+                restorable_ms=self._restorable_ms,
+                last_error=self.last_error,
+            )
+        drill = read_drill(self._disk, self._root)
+        return status_of(self.settings, figures, self.traffic, self.lag_seconds(), self._clock.now_ms(), drill)
+
+    @property
+    def puts(self) -> int:
+        """Objects put since the store was opened."""
+        return self.traffic.puts
+
+    @property
+    def put_bytes(self) -> int:
+        """Their bytes."""
+        return self.traffic.put_bytes
+
+    def drill(self) -> DrillRecord:
+        """Restore into scratch, claim nothing, and compare every database with the live store."""
+        if self._drill is None:
+            raise InvalidInput("this archive belongs to no store that could be compared")
+        return self._drill()
 
     # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
     def _run_cuts(self) -> None:
@@ -327,6 +364,7 @@ class Archiver:
             self._digest = digest
             self._restorable, self._base = header.restorable, header.base
             self._at_ms = max(self._at_ms, header.at_ms)
+            self._last_cut_ms = header.at_ms
         return True
 
     def _bound_queue(self) -> None:
@@ -382,6 +420,7 @@ class Archiver:
             breaks=self._breaks,
             artifacts=artifacts,
             size_bytes=len(data),
+            at_ms=header.at_ms,
         )
         if not self._hold(outgoing, data):
             return  # the log goes on where `_break_chain` left it
@@ -531,7 +570,7 @@ class Archiver:
         data = encode_object(header, events)
         key, digest = base_key(self._store_id, first, number), hashlib.sha256(data).digest()
         self._until_it_answers(lambda: self._objects().put(key, data))
-        self._count(len(data))
+        self.traffic.count(len(data))
         return key, len(data), digest
 
     def _artifact_in_base(self, first: Position, path: str, relative: str) -> AnyEvent:
@@ -563,6 +602,8 @@ class Archiver:
                         self._archived = outgoing.end
                         is_whole = outgoing.restorable == outgoing.position.number
                         self._has_base = is_whole and outgoing.breaks == self._breaks
+                        self._last_cut_ms = outgoing.at_ms
+                        self._restorable_ms = outgoing.at_ms if self._has_base else self._restorable_ms
                     self._changed.notify_all()
                     self._arrived.notify_all()
                 self._forget(outgoing)
@@ -600,7 +641,7 @@ class Archiver:
                 self._changed.notify_all()
             return
         hit("archive.log.put")
-        self._count(len(data))
+        self.traffic.count(len(data))
         self.last_error = ""
 
     def _put_artifact(self, key: str, path: str) -> None:
@@ -610,7 +651,7 @@ class Archiver:
             return existing.info.size_bytes == size
 
         self._objects().put_file(key, path, create_only=True, identity=is_same)
-        self._count(size)
+        self.traffic.count(size)
 
     def _forget(self, outgoing: Outgoing) -> None:
         """Remove what waited on disk for this object."""
@@ -658,7 +699,3 @@ class Archiver:
         if not self.last_error:
             emit_safely("warning", "archive.delayed", error=str(error))
         self.last_error = str(error)
-
-    def _count(self, size_bytes: int) -> None:
-        self.puts += 1
-        self.put_bytes += size_bytes

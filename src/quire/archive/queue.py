@@ -185,3 +185,5 @@ class Outgoing:
     path: str = ""
     """Where it waits, if it does not wait in memory."""
     size_bytes: int = 0
+    at_ms: int = 0
+    """The owner's clock when it was cut."""

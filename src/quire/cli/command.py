@@ -68,6 +68,7 @@ class Cli:
         upkeep: bool = False,
         grace_seconds: float | None = None,
         takeover: bool = False,
+        discard: bool = False,
         moved: bool = False,
     ) -> Store:
         """The store, opened for changes; never creates one.
@@ -82,7 +83,15 @@ class Cli:
         if grace_seconds is not None:
             maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
         settings = replace(settings, maintenance=maintenance)
-        return quire.open(self.path, create=False, repair=repair, takeover=takeover, moved=moved, settings=settings)
+        return quire.open(
+            self.path,
+            create=False,
+            repair=repair,
+            takeover=takeover,
+            discard=discard,
+            moved=moved,
+            settings=settings,
+        )
 
     def keeper(self) -> Store | Client:
         """The store, owned by this process, or a client of the process that owns it (K8)."""

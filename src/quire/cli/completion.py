@@ -40,6 +40,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "STYLE": ("json", "console"),
     "SHELL": ("bash", "zsh", "fish"),
     "MODE": ("off", "shadow", "on"),
+    "ARCHIVEMODE": ("async", "sync"),
     "STATUS": ("active", "read_only"),
 }
 """Metavar → the words it accepts."""

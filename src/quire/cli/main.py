@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "metrics": ("stats", "Show the rolling metrics kept in the manifest."),
     "gc": ("gc", "Run one round of maintenance now and show what it did."),
     "audit": ("audit", "Show the history of databases: snapshots, forks, deletions."),
+    "restore-store": ("archive", "Restore a whole store from its bucket."),
     "takeover": ("objects", "Make this directory the owner of its bucket."),
     "serve": ("serve", "Own a store and serve it to other processes."),
     "doctor": ("doctor", "Check the machine, the store and the object store."),
@@ -56,6 +57,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "feed": ("feed", "Read the change feed and manage its cursors."),
     "manifest": ("manifest", "Inspect the manifest, the catalog of everything in a store."),
     "quarantine": ("quarantine", "List, restore or remove files that recovery set aside."),
+    "archive": ("archive", "Keep the whole store in its bucket; status and drills."),
     "objects": ("objects", "Manage the location of the store's objects."),
     "namespace": ("objects", "Manage additional locations for objects."),
 }

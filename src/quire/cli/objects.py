@@ -9,7 +9,7 @@ import os
 from typing import Annotated
 
 from quire.cli.command import Cli, confirm
-from quire.cli.declarations import Argument, Group, command
+from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import count_of, moment
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, Note, Row
@@ -22,17 +22,29 @@ Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as in
 
 
 @command("takeover", example="quire takeover --store ./restored --yes")
-def takeover(cli: Cli, yes: Yes = False) -> Note:
+def takeover(
+    cli: Cli,
+    discard: Annotated[
+        bool, Option("--discard", help="Give up what the archive has and this directory lacks.")
+    ] = False,
+    yes: Yes = False,
+) -> Note:
     """Make this directory the owner of its bucket.
 
     Use it after a store was copied or restored from a backup. It begins a new owner epoch, in which objects get new names. The
     previous owner, if it still runs, is fenced: it deletes nothing more, and writes nothing more after a minute. Nothing in
     the bucket is overwritten or removed.
+
+    If the archive has newer changes than this directory, it is refused: `quire restore-store --takeover` includes them,
+    `--discard` gives them up, as after a restore into the past.
     """
     if not yes:
-        question = f"take over the objects of {cli.path}? Any other copy of the store that writes there is fenced."
+        lost = " Newer changes in the archive are given up." if discard else ""
+        question = (
+            f"take over the objects of {cli.path}? Any other copy of the store that writes there is fenced.{lost}"
+        )
         confirm(question, "nothing was taken over", {"taken_over": False})
-    with cli.owner(takeover=True) as store:
+    with cli.owner(takeover=True, discard=discard) as store:
         info = store.info()
     text = f"{info.path} owns {info.object_store} now, in owner epoch {info.owner_epoch}"
     return Note(

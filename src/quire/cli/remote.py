@@ -54,6 +54,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "sqlite": ("import_", "export", "follow", "unfollow"),
     "manifest_log": ("bundle", "mode"),
     "stats": ("stats",),
+    "archive": ("drill",),
 }
 """Module → its functions that are done there (rule 1)."""
 

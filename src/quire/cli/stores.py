@@ -98,6 +98,7 @@ def info(cli: Cli) -> Facts:
             ("id", f"{summary.store_id} (schema {summary.schema})"),
             ("objects", summary.object_store),
             ("owner", _owner_text(summary)),
+            ("archive", _archive_text(summary)),
             ("databases", databases + (f"; {summary.dropped:,} dropped" if summary.dropped else "")),
             ("snapshots", f"{summary.snapshots:,}"),
             ("artifacts", ", ".join(artifacts)),
@@ -120,6 +121,14 @@ def _owner_text(summary: StoreInfo) -> str:
         return f"epoch {summary.owner_epoch:,}; objects are local to the store"
     session = f", session {summary.owner_session:,}" if summary.owner_session else ""
     return f"epoch {summary.owner_epoch:,}{session}, {summary.owner_state}"
+
+
+def _archive_text(summary: StoreInfo) -> str:
+    """Whether the store is kept in its bucket; `quire archive status` asks its owner."""
+    if summary.archive is None:
+        return "off"
+    details = {"owned": "`quire archive status` asks the owner", "closed": "everything is in the bucket"}
+    return f"{summary.archive.mode}; {details.get(summary.archive.state, summary.archive.state)}"
 
 
 @command("create", example="quire create shop --kind pages")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.archive.status import ArchiveStatus
 from quire.core.reader_info import ReaderInfo
 from quire.manifest.records import DbKind, DbStatus
 
@@ -92,6 +93,8 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """SQLite files that the owner follows."""
     page_readers: tuple[ReaderInfo, ...] = ()
     """Processes that read page databases of this store beside its owner, oldest first."""
+    archive: ArchiveStatus | None = None
+    """How the archive is doing; `None` if `archive.mode` is off."""
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from quire.store.layout import objects_url
 from quire.store.store import Store
 
 if TYPE_CHECKING:
+    from quire.archive.status import DrillRecord
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
@@ -57,6 +58,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         settings=settings.archive,
         fence=manifest.writer.fence,
         confirm=lambda: wiring.rights.before_delete(),
+        drill=lambda: _drill(store),
     )
     store = Store(root, settings, manifest, lock, archiver.recorder)
     wiring = store._parts
@@ -65,6 +67,12 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         manifest.stand_behind(Barrier(archiver.wait))
         manifest.cover(store)
     return store
+
+
+def _drill(store: Store) -> DrillRecord:
+    from quire.store.drilling import drill  # it opens a store, which this module is part of
+
+    return drill(store)
 
 
 def open_beside(root: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk) -> Store:

@@ -16,6 +16,7 @@ from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.reader_info import ReaderInfo
 from quire.durable import names
 from quire.durable.files import OsDisk
+from quire.durable.locks import is_held
 from quire.durable.space import given_below
 from quire.manifest import tables as t
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
@@ -28,6 +29,8 @@ from quire.store import layout
 from quire.store.object_location import state_beside
 
 if TYPE_CHECKING:
+    from quire.archive.status import ArchiveStatus
+    from quire.core.settings import StoreSettings
     from quire.objects.ownership import OwnerState
 
 E = TypeVar("E", bound=Enum)
@@ -71,7 +74,10 @@ class StoreReader:
         with self.read() as txn:
             owner = state_beside(txn, OsDisk(), self.path, self._settings.object_store)
             figures = self._env.info()
-            return store_info(txn, path=self.path, mode="r", object_store=url, owner=owner, figures=figures)
+            archive = archive_beside(txn, self.path, self._settings, owner, self._env.last_txn_id())
+            return store_info(
+                txn, path=self.path, mode="r", object_store=url, owner=owner, figures=figures, archive=archive
+            )
 
 
 def database_info(txn: ReadTxn, db: int | str) -> DatabaseInfo:
@@ -123,7 +129,14 @@ def live_databases(txn: ReadTxn) -> list[DatabaseInfo]:
 
 
 def store_info(
-    txn: ReadTxn, *, path: str, mode: str, object_store: str, owner: OwnerState, figures: dict[str, int]
+    txn: ReadTxn,
+    *,
+    path: str,
+    mode: str,
+    object_store: str,
+    owner: OwnerState,
+    figures: dict[str, int],
+    archive: ArchiveStatus | None,
 ) -> StoreInfo:
     """What the snapshot, with the manifest's own figures, says about the store."""
     kinds: Tally[str] = Tally()
@@ -160,6 +173,28 @@ def store_info(
         disk_bytes=sum(given for _, given in given_below(path)),
         followed_files=txn.count(t.FOLLOWED_FILES),
         page_readers=_page_readers(txn, path),
+        archive=archive,
+    )
+
+
+def archive_beside(
+    txn: ReadTxn, path: str, settings: StoreSettings, owner: OwnerState, transaction: int
+) -> ArchiveStatus | None:
+    """How the archive is doing by the directory alone: for a process that does not own the store."""
+    if settings.archive.mode == "off":
+        return None
+
+    from quire.archive.state import status_beside  # loads codecs, which a store without an archive does not need
+
+    return status_beside(
+        OsDisk(),
+        path,
+        settings.archive,
+        store_id=txn.store_id(),
+        epoch=txn.owner_epoch(),
+        transaction=transaction,
+        is_fenced=owner.state == "fenced",
+        is_owned=is_held(os.path.join(path, names.LOCK)),
     )
 
 

@@ -27,9 +27,9 @@ from quire.archive.replay import Origin, Replay, write_origin
 from quire.archive.sealing import seal
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ObjectNotFound
-from quire.core.settings import StoreSettings, load
+from quire.core.settings import StoreSettings
 from quire.durable import names
-from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.durable.files import Disk, OsDisk
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
@@ -37,6 +37,7 @@ from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.objects.open import open_store
 from quire.objects.ownership import OwnerFile, newest_owner, write_file
 from quire.store import layout, object_location, opening
+from quire.store.config_edit import Value, change_config
 
 if TYPE_CHECKING:
     from quire.manifest.overlay import TableRows
@@ -88,6 +89,7 @@ def restore(
         raise InvalidInput(
             "a restore into the past does not take over by itself", hint="run `quire takeover --discard`"
         )
+    url = url if "://" in url else os.path.abspath(url)  # quire.toml's paths are relative to the store
     root = os.path.abspath(os.fspath(directory))
     if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
@@ -104,7 +106,7 @@ def restore(
                 store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
             )
             write_origin(disk, root, origin)
-            write_config(disk, root, url)
+            write_config(disk, root, url, options)
             replay.finish()
         _recover(root, disk, clock)
         if takeover:
@@ -215,18 +217,21 @@ def quiet_settings(disk: Disk, root: str) -> StoreSettings:
     )
 
 
-def write_config(disk: Disk, root: str, url: str) -> None:
-    """The store's own quire.toml, with the bucket it came from."""
-    path = os.path.join(root, names.CONFIG)
-    try:
-        text = read_all(disk, path).decode()
-    except FileNotFoundError:
+def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None = None) -> None:
+    """The store's own quire.toml, with the bucket it came from and how that was reached. Credentials are not written."""
+    if not disk.exists(os.path.join(root, names.CONFIG)):
         layout.write_config(disk, root, url)
-        return
-    if load(text.encode()).object_store != url:
-        quoted = url.replace("\\", "\\\\").replace('"', '\\"')
-        lines = [line for line in text.splitlines() if not line.replace(" ", "").startswith("object_store=")]
-        write_atomic(disk, path, "\n".join([f'object_store = "{quoted}"', *lines, ""]).encode())
+    settings = layout.read_config(disk, root, None)
+    changes: dict[tuple[str, str], Value] = {}
+    if settings.object_store != url:
+        changes["", "object_store"] = url
+    if options is not None:
+        if options.allow_http != settings.objects.allow_http:  # before the endpoint, which may be plain HTTP
+            changes["objects", "allow_http"] = options.allow_http
+        for name, value in (("endpoint", options.endpoint or ""), ("region", options.region or "")):
+            if value and value != getattr(settings.objects, name):
+                changes["objects", name] = value
+    change_config(disk, root, changes)
 
 
 # ── rows that speak of the former machine ─────────────────────────────────────────────────────────────────────────────

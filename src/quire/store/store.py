@@ -34,6 +34,7 @@ from quire.service.values import DatabaseInfo, StoreInfo
 from quire.store import layout, object_location
 from quire.store.heavy import Heavy
 from quire.store.info import (
+    archive_beside,
     compression_named,
     database_info,
     kind_named,
@@ -442,13 +443,20 @@ class Store:
         """The store in numbers."""
         manifest = self.manifest
         with manifest.read() as txn:
+            owner, figures = self._owner_state(txn), manifest.env.info()
+            archive = (
+                self.archive.status()
+                if self.archive is not None
+                else archive_beside(txn, self.path, self.settings, owner, manifest.env.last_txn_id())
+            )
             return store_info(
                 txn,
                 path=self.path,
                 mode=self.mode,
                 object_store=self.objects_url,
-                owner=self._owner_state(txn),
-                figures=manifest.env.info(),
+                owner=owner,
+                figures=figures,
+                archive=archive,
             )
 
     def _owner_state(self, txn: ReadTxn) -> OwnerState:

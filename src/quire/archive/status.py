@@ -1,0 +1,205 @@
+"""How an archive is doing, for people and for metrics (A13).
+
+Terms
+  lag          how old the oldest change is that is not in the bucket; 0 if everything is
+  restorable   the newest moment that a restore from the bucket alone reaches
+  drill        a restore into scratch, compared with the live store; the last one is drill.json in the store's directory
+
+Threads: any; `Traffic` has a lock of its own. Light: `quire info` loads it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+
+import msgspec
+
+from quire.core.errors import StoreFenced
+from quire.core.settings import ArchiveSettings
+from quire.durable.files import Disk, read_all, write_atomic
+
+DRILL = "drill.json"
+"""In a store's directory: the last drill. About this directory, so it is not shipped."""
+HOUR_SECONDS = 3_600.0
+MONTH_HOURS = 730
+SAMPLE_SECONDS = 60.0
+RATE_SECONDS_MIN = 600.0
+LATE_INTERVALS = 10
+"""A lag of more intervals than this is an outage, not an upload under way."""
+PUT_DOLLARS = 0.005 / 1_000
+"""What S3 Standard asks for a PUT; an estimate for people, never used for a decision."""
+
+
+class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a drill found."""
+
+    at_ms: int
+    """When it began."""
+    seconds: float
+    """For the whole drill."""
+    restore_seconds: float
+    """For the restore alone: what a real one takes before the store can be read."""
+    restored_at_ms: int
+    """The moment that was restored."""
+    databases: int
+    bytes: int
+    """Compared."""
+    changed_keys: int = 0
+    """Keys that were overwritten during the drill and could not be compared."""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything that was restored equals the live store."""
+        return not self.problems
+
+
+class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The archive of a store, as its owner knows it, or as its directory alone shows it."""
+
+    mode: str
+    """`off`, `async` or `sync`."""
+    state: str
+    """`off`, `archived` (everything is in the bucket), `uploading`, `behind` (the bucket does not answer), `no base` (nothing
+    can be restored yet), `fenced`, `stopped`. By the directory alone: `owned` (its owner knows more), `closed` or
+    `not closed cleanly`."""
+    interval_seconds: float = 1.0
+    retain_seconds: float = 0.0
+    """How far back the whole store can be restored."""
+    lag_seconds: float = 0.0
+    memory_bytes: int = 0
+    """Waits for the bucket in memory."""
+    backlog_bytes: int = 0
+    """Waits for the bucket on disk."""
+    last_cut_at_ms: int = 0
+    """Of the newest log object in the bucket."""
+    restorable_at_ms: int = 0
+    """The newest moment that can be restored; 0: none, or unknown."""
+    puts: int = 0
+    put_bytes: int = 0
+    """Since the store was opened."""
+    puts_per_hour: float = 0.0
+    put_bytes_per_hour: float = 0.0
+    """In the last hour, or since the store was opened."""
+    last_error: str = ""
+    fenced: bool = False
+    last_drill: DrillRecord | None = None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether losing the disk now would lose nothing."""
+        return self.state in ("archived", "closed")
+
+    @property
+    def puts_per_month(self) -> int:
+        """An estimate, from the last hour."""
+        return round(self.puts_per_hour * MONTH_HOURS)
+
+    @property
+    def put_bytes_per_month(self) -> int:
+        """An estimate, from the last hour."""
+        return round(self.put_bytes_per_hour * MONTH_HOURS)
+
+    @property
+    def dollars_per_month(self) -> float:
+        """What the requests of a month cost at the list price of S3 Standard; an estimate."""
+        return self.puts_per_month * PUT_DOLLARS
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What an archiver knows at one moment."""
+
+    failure: BaseException | None
+    is_complete: bool
+    """Everything that was handed over is in the bucket."""
+    has_base: bool
+    waiting_bytes: int
+    backlog_bytes: int
+    last_cut_ms: int
+    restorable_ms: int
+    last_error: str
+
+
+def status_of(
+    settings: ArchiveSettings, figures: Figures, traffic: Traffic, lag: float, now_ms: int, drill: DrillRecord | None
+) -> ArchiveStatus:
+    """The status of an archive whose owner runs here."""
+    puts, size = traffic.per_hour()
+    return ArchiveStatus(
+        mode=settings.mode,
+        state=_state(settings, figures, lag),
+        interval_seconds=settings.interval_seconds,
+        retain_seconds=settings.retain_seconds,
+        lag_seconds=lag,
+        memory_bytes=figures.waiting_bytes,
+        backlog_bytes=figures.backlog_bytes,
+        last_cut_at_ms=figures.last_cut_ms,
+        # A store in which nothing changes is restored as it is now, however old its last object is.
+        restorable_at_ms=now_ms if figures.is_complete and figures.has_base else figures.restorable_ms,
+        puts=traffic.puts,
+        put_bytes=traffic.put_bytes,
+        puts_per_hour=puts,
+        put_bytes_per_hour=size,
+        last_error=str(figures.failure) if figures.failure is not None else figures.last_error,
+        fenced=isinstance(figures.failure, StoreFenced),
+        last_drill=drill,
+    )
+
+
+def _state(settings: ArchiveSettings, figures: Figures, lag: float) -> str:
+    if figures.failure is not None:
+        return "fenced" if isinstance(figures.failure, StoreFenced) else "stopped"
+    if not figures.has_base:
+        return "no base"
+    if figures.is_complete:
+        return "archived"
+    late = lag > LATE_INTERVALS * settings.interval_seconds
+    return "behind" if late or figures.last_error else "uploading"
+
+
+class Traffic:
+    """Objects and bytes that were put, in all and in the last hour."""
+
+    def __init__(self) -> None:
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._samples: deque[tuple[float, int, int]] = deque([(self._began, 0, 0)])
+        """(time, objects, bytes): the totals at the beginning of each of the last minutes."""
+        self.puts = self.put_bytes = 0
+
+    def count(self, size_bytes: int) -> None:
+        """An object was put."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._samples[-1][0] >= SAMPLE_SECONDS:
+                self._samples.append((now, self.puts, self.put_bytes))
+                while len(self._samples) > 1 and now - self._samples[1][0] >= HOUR_SECONDS:
+                    self._samples.popleft()
+            self.puts += 1
+            self.put_bytes += size_bytes
+
+    def per_hour(self) -> tuple[float, float]:
+        """(objects, bytes). Less than ten minutes count as ten: a first base is no rate."""
+        now = time.monotonic()
+        with self._lock:
+            recent = [sample for sample in self._samples if now - sample[0] <= HOUR_SECONDS]
+            began, puts, size = recent[0] if recent else (now - HOUR_SECONDS, self.puts, self.put_bytes)
+            seconds = max(now - began, RATE_SECONDS_MIN)
+            return (self.puts - puts) * HOUR_SECONDS / seconds, (self.put_bytes - size) * HOUR_SECONDS / seconds
+
+
+def read_drill(disk: Disk, root: str) -> DrillRecord | None:
+    """The last drill; `None` if there was none."""
+    try:
+        return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=DrillRecord)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def write_drill(disk: Disk, root: str, drill: DrillRecord) -> None:
+    """Remember a drill."""
+    write_atomic(disk, os.path.join(root, DRILL), msgspec.json.encode(drill))

@@ -1,0 +1,357 @@
+"""Commands about the archive: on, off, status and drill; and `restore-store`, which makes a store from its bucket alone.
+
+`status` asks the owner if it serves, and the bucket; without an owner the directory says how the store was closed. `drill`
+runs in the owner, which compares the restored copy with what it has open.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+from quire.archive.moments import Moments, moments
+from quire.cli.command import Cli, CliResult, on_terminal
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.errors import OK, PROBLEMS
+from quire.cli.formatting import count_of, moment, moment_of, size, span
+from quire.cli.output import Facts, Note, Report
+from quire.core.clock import SystemClock
+from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
+from quire.core.json_values import plain
+from quire.core.settings import ObjectSettings
+from quire.durable import names
+from quire.durable.files import OsDisk
+from quire.durable.locks import holder, is_held
+from quire.objects.options import options_of
+from quire.service.sockets import find_owner
+from quire.store import restoring
+from quire.store.config_edit import change_config
+from quire.store.info import StoreReader
+from quire.store.layout import objects_url
+from quire.store.object_location import is_inside, open_place, place_of
+
+if TYPE_CHECKING:
+    from quire.archive.status import ArchiveStatus, DrillRecord
+    from quire.core.settings import StoreSettings
+    from quire.store.restoring import Restored
+
+archive = Group("archive")
+
+MODES = ("async", "sync")
+FIRST_BASE_SECONDS = 24 * 3_600.0
+"""How long `archive on` waits for the first upload of the whole store; Ctrl-C ends it, and the owner continues later."""
+PROBLEM_STATES = ("fenced", "stopped", "behind")
+CLOCK = SystemClock()
+
+
+# ── on and off ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("on", archive, example="quire archive on --mode async")
+def on(
+    cli: Cli,
+    mode: Annotated[
+        str, Option(metavar="ARCHIVEMODE", help="async: a second behind; sync: every change waits for the bucket.")
+    ] = "async",
+) -> Note:
+    """Keep the whole store in its bucket from now on.
+
+    Sets `archive.mode` in quire.toml. If no process owns the store, the first copy is uploaded now; else the owner begins with
+    it when it is restarted. The object store must be outside the store's directory.
+    """
+    if mode not in MODES:
+        raise InvalidInput(
+            "unknown archive mode", hint="use async or sync; `quire archive off` ends archiving", mode=mode
+        )
+    root, settings = os.path.abspath(cli.path), cli.settings()
+    _need_outside(root, settings)
+    with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
+        bucket.list_prefixes("")  # a wrong endpoint or credential shows here, before anything is changed
+    change_config(OsDisk(), root, {("archive", "mode"): mode})
+    place = objects_url(root, settings)
+    data = {"mode": mode, "object_store": place, "restart_owner": False, "archived": False}
+    if is_held(os.path.join(root, names.LOCK)):
+        text = f"archive.mode is {mode} now; {_owner_text(root)} must be restarted: it archives to {place} from then on"
+        return Note(text=text, data=data | {"restart_owner": True})
+    with cli.owner() as store:
+        assert store.archive is not None
+        store.archive.wait(FIRST_BASE_SECONDS)
+        status = store.archive.status()
+    text = f"archive.mode is {mode} now; the whole store is in {place}: {_uploaded_text(status)}"
+    return Note(text=text, data=data | {"archived": True, "objects": status.puts, "bytes": status.put_bytes})
+
+
+@command("off", archive, example="quire archive off")
+def off(cli: Cli) -> Note:
+    """End archiving. What is in the bucket stays, and can be restored, but is no longer kept up to date."""
+    root = os.path.abspath(cli.path)
+    was = cli.settings().archive.mode
+    change_config(OsDisk(), root, {("archive", "mode"): "off"})
+    restart = was != "off" and is_held(os.path.join(root, names.LOCK))
+    text = "archive.mode is off now" + (f"; {_owner_text(root)} archives until it is restarted" if restart else "")
+    return Note(text=text, data={"mode": "off", "was": was, "restart_owner": restart})
+
+
+def _uploaded_text(status: ArchiveStatus) -> str:
+    return f"{count_of(status.puts, 'object')}, {size(status.put_bytes)}"
+
+
+def _need_outside(root: str, settings: StoreSettings) -> None:
+    place = place_of(root, settings.object_store)
+    if not is_inside(root, place) and not place.startswith("memory://"):
+        return
+    path = objects_url(root, settings)
+    has_objects = os.path.isdir(path) and bool(os.listdir(path))
+    move = (
+        f"copy {path} there, set object_store, run `quire objects moved`, "
+        if has_objects
+        else "set object_store to it, "
+    )
+    raise InvalidConfig(
+        "the object store is inside the store's directory: it would be lost with it",
+        hint=f"choose a bucket or a directory on another disk; {move}then run `quire archive on` again",
+        object_store=path,
+        config=os.path.join(root, names.CONFIG),
+    )
+
+
+def _owner_text(root: str) -> str:
+    owner = holder(os.path.join(root, names.LOCK))
+    return f"the owner (process {owner.pid} on {owner.host})" if owner is not None else "the owner"
+
+
+# ── status ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("status", archive, example="quire archive status --json")
+def status(
+    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not ask the object store.")] = False
+) -> CliResult:
+    """Show what is archived, what waits, what can be restored and what it costs.
+
+    Asks the owner if it serves (`quire serve`), and the bucket. Exit code 1 if the archive is fenced, stopped or behind.
+    """
+    root, settings = os.path.abspath(cli.path), cli.settings()
+    known = archive_status(cli)
+    if known is None:
+        text = "archiving is off: losing this disk loses everything since the last backup"
+        facts = Facts(lines=[("archive", "off"), ("state", text), ("next", "`quire archive on`")], data={"mode": "off"})
+        return CliResult(facts, OK)
+    in_bucket, unreachable = (None, "") if no_objects else _ask_bucket(cli, root, settings)
+    data = {
+        **plain(known),
+        "safe": known.is_safe,
+        "puts_per_month": known.puts_per_month,
+        "put_bytes_per_month": known.put_bytes_per_month,
+        "dollars_per_month": round(known.dollars_per_month, 2),
+        "object_store": objects_url(root, settings),
+        "bucket_newest_at_ms": in_bucket.newest_at_ms if in_bucket else 0,
+        "bucket_oldest_at_ms": in_bucket.oldest_at_ms if in_bucket else 0,
+        "bucket_error": unreachable,
+    }
+    facts = Facts(lines=_lines(known, in_bucket, unreachable, objects_url(root, settings)), data=data)
+    return CliResult(facts, PROBLEMS if known.state in PROBLEM_STATES else OK)
+
+
+def archive_status(cli: Cli) -> ArchiveStatus | None:
+    """The status as the owner tells it, else as the directory shows it; `None` if archiving is off."""
+    owner = find_owner(cli.path)
+    if owner is not None:
+        with owner:
+            return owner.info().archive
+    with StoreReader(cli.path) as store:
+        return store.info().archive
+
+
+def _ask_bucket(cli: Cli, root: str, settings: StoreSettings) -> tuple[Moments | None, str]:
+    try:
+        with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
+            return moments(bucket, txn.store_id()), ""
+    except QuireError as error:
+        return None, error.what
+
+
+STATES = {
+    "archived": "everything is in the bucket: losing this disk now would lose nothing",
+    "closed": "closed with everything in the bucket: losing this disk now would lose nothing",
+    "uploading": "changes are on their way: losing this disk now would lose them",
+    "behind": "the bucket does not answer: losing this disk now would lose what waits",
+    "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
+    "fenced": "another directory has taken this store over: nothing more is archived from here",
+    "stopped": "the archiver has stopped: restart the owner",
+    "not closed cleanly": "the last owner ended before its last upload: the next one uploads what is missing",
+    "owned": "a process owns the store and does not answer here: the bucket shows how far it is",
+}
+
+
+def state_text(status: ArchiveStatus) -> str:
+    """A state as a sentence."""
+    return STATES.get(status.state, status.state)
+
+
+def _lines(status: ArchiveStatus, in_bucket: Moments | None, unreachable: str, place: str) -> list[tuple[str, str]]:
+    now = CLOCK.now_ms()
+    promise = {"async": f"uploads every {status.interval_seconds:g} s", "sync": "every change waits for the bucket"}
+    lines = [
+        ("archive", f"{status.mode}: {promise.get(status.mode, '')}, to {place}"),
+        ("state", state_text(status)),
+        ("lag", f"{status.lag_seconds:.1f} s"),
+        ("waiting", f"{size(status.memory_bytes)} in memory, {size(status.backlog_bytes)} on disk"),
+        ("last cut", _ago(status.last_cut_at_ms or (in_bucket.newest_at_ms if in_bucket else 0), now)),
+    ]
+    newest = max(status.restorable_at_ms, in_bucket.newest_at_ms if in_bucket else 0)
+    if in_bucket is not None:
+        lines.append(("restorable", f"from {moment(in_bucket.oldest_at_ms)} to {moment(newest)}"))
+    elif unreachable:
+        lines.append(("restorable", f"to {moment(newest)}; the bucket could not be asked: {unreachable}"))
+    else:
+        lines.append(("restorable", f"to {moment(newest)}"))
+    if status.puts:
+        lines += [
+            ("uploaded", f"{count_of(status.puts, 'object')}, {size(status.put_bytes)} since the store was opened"),
+            (
+                "per hour",
+                f"{count_of(round(status.puts_per_hour), 'request')}, {size(round(status.put_bytes_per_hour))}",
+            ),
+            (
+                "per month",
+                f"about {count_of(status.puts_per_month, 'request')} (US$ {status.dollars_per_month:.2f} at the list price of "
+                f"S3), {size(status.put_bytes_per_month)}",
+            ),
+        ]
+    lines.append(("last error", status.last_error or "none"))
+    lines.append(("last drill", drill_text(status.last_drill, now)))
+    return lines
+
+
+def _ago(at_ms: int, now_ms: int) -> str:
+    return f"{moment(at_ms)} ({span(now_ms - at_ms)} ago)" if at_ms else "never"
+
+
+def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
+    """A drill in one line."""
+    if drill is None:
+        return "never: run `quire archive drill`"
+    result = "passed" if drill.is_good else f"FAILED with {count_of(len(drill.problems), 'difference')}"
+    return f"{_ago(drill.at_ms, now_ms)}: {result}, restored in {drill.restore_seconds:.1f} s"
+
+
+# ── drill ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("drill", archive, example="quire archive drill")
+def drill(cli: Cli) -> CliResult:
+    """Restore the archive into scratch and compare it with the live store.
+
+    Claims nothing and changes nothing but drill.json, which remembers the result. A running `quire serve` does it while it
+    works. Downloads the store once. Exit code 1 if anything differs.
+    """
+    with cli.owner() as store:
+        if store.archive is None:
+            raise Conflict(
+                "archiving is off: there is nothing to restore", hint="run `quire archive on`", path=store.path
+            )
+        record = store.archive.drill()
+    outcome = "equal" if record.is_good else f"{count_of(len(record.problems), 'difference')}"
+    lines = [
+        ("drill", "passed" if record.is_good else "FAILED"),
+        ("restored", f"the state of {moment(record.restored_at_ms)} in {record.restore_seconds:.1f} s"),
+        ("compared", f"{count_of(record.databases, 'database')}, {size(record.bytes)}: {outcome}"),
+        ("took", f"{record.seconds:.1f} s"),
+        *([("left out", f"{count_of(record.changed_keys, 'key')} changed meanwhile")] if record.changed_keys else []),
+        *[("problem", problem) for problem in record.problems],
+    ]
+    data = {**plain(record), "passed": record.is_good}
+    return CliResult(Facts(lines=lines, data=data), OK if record.is_good else PROBLEMS)
+
+
+# ── restore-store ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("restore-store", example="quire restore-store s3://my-bucket/shop ./shop --takeover")
+def restore_store(
+    cli: Cli,
+    url: Annotated[str, Argument(metavar="URL", help="The store's bucket: a path, s3://…, gs://…, az://…")],
+    directory: Annotated[
+        str, Argument(metavar="[DIR]", help="A new directory for the store.", show_default="default: --store")
+    ] = "",
+    at: Annotated[
+        str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
+    ] = "",
+    store_id: Annotated[
+        str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")
+    ] = "",
+    takeover: Annotated[bool, Option("--takeover", help="Make DIR the owner, and fence the previous one.")] = False,
+    endpoint: Annotated[
+        str, Option("--endpoint", metavar="URL", help="Of an S3-compatible service.", show_default="the provider's")
+    ] = "",
+    region: Annotated[str, Option("--region", metavar="NAME", help="S3 only.", show_default="AWS_REGION")] = "",
+    allow_http: Annotated[bool, Option("--allow-http", help="Let the endpoint be plain HTTP.")] = False,
+) -> Report:
+    """Restore a whole store from its bucket.
+
+    DIR reads as of the restored moment at once; large files stay in the bucket and are read on demand. Without --takeover
+    nothing is claimed: a running owner continues, and DIR is written to after `quire takeover`. Credentials come from the
+    environment (AWS_*, GOOGLE_*, AZURE_*).
+    """
+    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
+    reached.check("--endpoint")
+    at_ms = moment_of(at, "--at", now_ms=CLOCK.now_ms()) if at else None
+    restored = restoring.restore(
+        url,
+        directory or cli.path,
+        at_ms=at_ms,
+        store_id=store_id,
+        options=options_of(reached, "objects"),
+        takeover=takeover,
+        progress=_show_progress if on_terminal() else None,
+    )
+    with StoreReader(restored.path) as store:
+        info = store.info()
+        mode = info.archive.mode if info.archive is not None else "off"
+    databases = ", ".join(f"{count:,} {kind}" for kind, count in info.databases.items() if count) or "no databases"
+    step = _next_step(restored, takeover=takeover, past=bool(at))
+    lost = _lost_text(restored, mode, past=bool(at))
+    facts = Facts(
+        lines=[
+            ("store", f"{restored.store_id}: {databases}"),
+            ("restored", f"the state of {moment(restored.at_ms)} into {restored.path}"),
+            ("lost", lost),
+            ("read", f"{count_of(restored.objects, 'object')}, {size(restored.bytes)}; {_left_text(restored)}"),
+            ("took", f"{restored.seconds:.1f} s"),
+        ],
+        data=None,
+    )
+    data = {
+        **plain(restored),
+        "taken_over": takeover,
+        "mode": mode,
+        "databases": info.databases,
+        "lost": lost,
+        "next": step,
+    }
+    return Report(parts=[facts, Note(text=f"next: {step}", data=None)], data=data)
+
+
+def _left_text(restored: Restored) -> str:
+    remote = count_of(restored.remote_files, "large file")
+    return f"{count_of(restored.files, 'file')} written, {remote} left in the bucket"
+
+
+def _lost_text(restored: Restored, mode: str, *, past: bool) -> str:
+    if past:
+        return f"nothing was removed: changes after {moment(restored.at_ms)} are still in the archive"
+    if restored.newest != restored.position:
+        behind = restored.newest.number - restored.position.number
+        return f"{count_of(behind, 'object')} behind this state: their base was never completed"
+    if mode == "sync":
+        return "no acknowledged change"
+    return f"changes after {moment(restored.at_ms)} that had not been uploaded; the bucket cannot show whether there were any"
+
+
+def _next_step(restored: Restored, *, takeover: bool, past: bool) -> str:
+    where = "" if restored.path == os.getcwd() else f" --store {restored.path}"
+    if takeover:
+        return f"`quire serve{where}`, or open it: it is the owner now"
+    discard = " --discard" if past else ""
+    return f"`quire ls{where}` reads it; `quire takeover{discard}{where}` makes it the owner, which writes"
+
+
+def _show_progress(step: str, done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    sys.stderr.write(f"\r{step}: {done:,} of {total:,} objects{end}")
+    sys.stderr.flush()

@@ -1,0 +1,238 @@
+"""A drill: restore the archive into scratch, claim nothing, compare everything with the live store (A13).
+
+The live store goes on meanwhile. Before the restore, the drill pins a version of every database; after it, the restored version
+is at or above the pinned one. How the two are compared:
+  pages     page by page, at exactly the restored version: the pin keeps it readable in the live store
+  streams   record by record, up to the restored end: records never change
+  sets      key by key. A set has no versions to go back to; a key that was overwritten between two looks at the live store is
+            counted and left out, every other one must be equal
+  catalog   every database and snapshot that existed before and after the drill was restored
+
+Chunks, warm segments and tables are read from the bucket: a drill downloads the store once.
+
+Threads: the caller's, in the owner. Raises what restoring raises; a difference is a problem in the record, not an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from quire.archive.status import DrillRecord, write_drill
+from quire.core.errors import QuireError, SnapshotGone
+from quire.durable import names
+from quire.durable.files import OsDisk, remove_tree
+from quire.durable.object_names import OWNER_FILE
+from quire.manifest import tables as t
+from quire.manifest.records import DbKind
+from quire.store import opening, restoring
+from quire.store.object_location import options_of
+
+if TYPE_CHECKING:
+    from quire.lsm.reading import KvRanges, KvSnapshot
+    from quire.service.values import DatabaseInfo
+    from quire.store.store import Store
+    from quire.stream.stream import Stream
+
+PROBLEMS_MAX = 20
+"""Differences that are listed; the first ones tell enough."""
+WAIT_SECONDS = 600.0
+"""How long a drill waits for the bucket to have what was pinned."""
+
+
+def drill(store: Store) -> DrillRecord:
+    """Run a drill in the owner of a store, and remember what it found."""
+    assert store.archive is not None
+    clock, began = store.manifest.clock, time.monotonic()
+    at_ms = clock.now_ms()
+    scratch = os.path.join(store.path, names.SCRATCH, f"drill-{os.urandom(4).hex()}")
+    try:
+        with ExitStack() as held:
+            pins = _Pins(store, held)
+            store.archive.wait(WAIT_SECONDS)
+            with store.manifest.read() as txn:
+                options, store_id = options_of(txn, store.settings, store.objects_url), txn.store_id()
+            restored = restoring.restore(store.objects_url, scratch, store_id=store_id, options=options)
+            comparison = _Comparison(store, pins)
+            with _opened(scratch) as copy:
+                comparison.run(copy)
+    finally:
+        with suppress(FileNotFoundError):
+            remove_tree(OsDisk(), scratch)
+    record = DrillRecord(
+        at_ms=at_ms,
+        seconds=time.monotonic() - began,
+        restore_seconds=restored.seconds,
+        restored_at_ms=restored.at_ms,
+        databases=comparison.databases,
+        bytes=comparison.bytes,
+        changed_keys=comparison.changed_keys,
+        problems=tuple(comparison.problems[:PROBLEMS_MAX]),
+    )
+    write_drill(OsDisk(), store.path, record)
+    return record
+
+
+def _opened(scratch: str) -> Store:
+    """The restored copy, whole: sets and streams are opened by owners only. It puts and deletes nothing."""
+    disk = OsDisk()
+    disk.remove(os.path.join(scratch, OWNER_FILE))  # it says that the copy is nobody's, and this is a copy for a minute
+    settings = restoring.quiet_settings(disk, scratch)
+    settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
+    copy = opening.open(scratch, create=False, settings=settings)
+    copy.rights.refuse("a drill claims nothing")
+    return copy
+
+
+class _Pins:
+    """What the live store had when the drill began, held so that it can be read until the drill ends."""
+
+    def __init__(self, store: Store, held: ExitStack) -> None:
+        self.databases = {info.db_id: info for info in store.databases()}
+        self.snapshots = _snapshots(store)
+        self.sets: dict[int, KvSnapshot] = {}
+        self.ends: dict[int, int] = {}
+        for info in self.databases.values():
+            match info.kind:
+                case DbKind.PAGES:
+                    held.enter_context(store.pages.open(info.db_id).open_snapshot(tags={"by": "drill"}))
+                case DbKind.LSM:
+                    self.sets[info.db_id] = held.enter_context(store.kv(info.name).snapshot())
+                case DbKind.STREAM:
+                    self.ends[info.db_id] = store.stream(info.name).end_record
+
+
+class _Comparison:
+    """The live store and the copy."""
+
+    def __init__(self, store: Store, pins: _Pins) -> None:
+        self._store = store
+        self._pins = pins
+        self.databases = self.bytes = self.changed_keys = 0
+        self.problems: list[str] = []
+
+    def run(self, copy: Store) -> None:
+        """Compare everything that existed throughout."""
+        live = {info.db_id: info for info in self._store.databases()}
+        restored = {info.db_id: info for info in copy.databases()}
+        for db_id, info in self._pins.databases.items():
+            if db_id not in live:
+                continue  # dropped meanwhile
+            if db_id not in restored:
+                self.problems.append(f"{info.name}: the restored store lacks this database")
+                continue
+            try:
+                self._database(copy, info)
+                self.databases += 1
+            except QuireError as error:
+                self.problems.append(f"{info.name}: {error}")
+        lost = self._pins.snapshots & _snapshots(self._store) - _snapshots(copy)
+        self.problems += [f"snapshot {number} of database {db_id} was not restored" for db_id, number in sorted(lost)]
+        broken = [problem for problem in copy.manifest.check() if not problem.leak]
+        self.problems += [f"the restored manifest breaks rule {problem.rule}: {problem}" for problem in broken]
+
+    def _database(self, copy: Store, info: DatabaseInfo) -> None:
+        match info.kind:
+            case DbKind.PAGES:
+                self._pages(copy, info)
+            case DbKind.STREAM:
+                self._stream(self._store.stream(info.name), copy.stream(info.name), info)
+            case DbKind.LSM:
+                with self._store.kv(info.name).snapshot() as now:
+                    self._set(self._pins.sets[info.db_id], copy.kv(info.name), now, info)
+
+    def _pages(self, copy: Store, info: DatabaseInfo) -> None:
+        live, restored = self._store.pages.open(info.db_id), copy.pages.open(info.db_id)
+        with restored.open_snapshot() as there:
+            if not there.lsn:
+                version: Any = live.open_snapshot()
+            else:
+                try:
+                    version = live.open_snapshot(at=there.lsn)
+                except SnapshotGone:  # the drill took longer than a version is kept for a reader
+                    self.problems.append(f"{info.name}: the restored version is gone from the live store; run it again")
+                    return
+            with version as here:
+                if not there.lsn and here.lsn:
+                    self.problems.append(f"{info.name}: restored empty, and has {here.size_pages} pages")
+                elif there.lsn != here.lsn:
+                    self.problems.append(
+                        f"{info.name}: restored at lsn {there.lsn}, which the live store does not have"
+                    )
+                elif there.size_pages != here.size_pages:
+                    self.problems.append(f"{info.name}: {there.size_pages} pages restored of {here.size_pages}")
+                else:
+                    self._same(info.name, _page_blocks(here), _page_blocks(there))
+
+    def _stream(self, live: Stream, restored: Stream, info: DatabaseInfo) -> None:
+        first, end = max(live.first_record, restored.first_record), restored.end_record
+        if end < self._pins.ends[info.db_id]:
+            self.problems.append(f"{info.name}: restored up to record {end}, and has {self._pins.ends[info.db_id]}")
+        elif first < end:
+            self._same(info.name, _record_blocks(live, first, end), _record_blocks(restored, first, end))
+
+    def _set(self, before: KvRanges, restored: KvRanges, now: KvRanges, info: DatabaseInfo) -> None:
+        """Merge three scans by key. What is equal before and now was not changed meanwhile, and must have been restored."""
+        scans = [_Cursor(ranges) for ranges in (before, restored, now)]
+        while (key := min((scan.key for scan in scans if scan.key is not None), default=None)) is not None:
+            was, there, is_now = (scan.take(key) for scan in scans)
+            self.bytes += len(key) + len(there or b"")
+            if was != is_now:
+                self.changed_keys += there not in (was, is_now)
+            elif there != was:
+                self.problems.append(f"{info.name}: the key {key!r} has another value")
+                return
+
+    def _same(self, name: str, live: Iterator[bytes], restored: Iterator[bytes]) -> None:
+        ours, theirs = hashlib.sha256(), hashlib.sha256()
+        for digest, blocks in ((ours, live), (theirs, restored)):
+            for block in blocks:
+                digest.update(block)
+                self.bytes += len(block) if digest is theirs else 0
+        if ours.digest() != theirs.digest():
+            self.problems.append(f"{name}: the restored bytes differ from the live ones")
+
+
+class _Cursor:
+    """A scan, a pair ahead."""
+
+    def __init__(self, ranges: KvRanges) -> None:
+        self._pairs = ranges.scan()
+        self.key: bytes | None = None
+        self._value: bytes = b""
+        self._advance()
+
+    def _advance(self) -> None:
+        pair = next(self._pairs, None)
+        self.key, self._value = pair if pair is not None else (None, b"")
+
+    def take(self, key: bytes) -> bytes | None:
+        """The value of this key, `None` if the scan has none; keys are taken in order."""
+        if self.key != key:
+            return None
+        value = self._value
+        self._advance()
+        return value
+
+
+def _page_blocks(version: Any) -> Iterator[bytes]:
+    for number, page in version.scan():
+        yield number.to_bytes(8, "little")
+        yield page
+
+
+def _record_blocks(stream: Stream, first: int, end: int) -> Iterator[bytes]:
+    for record in stream.read(first, end):
+        yield b"%d:%d:%d:" % (record.id, record.timestamp_ms, len(record.payload))
+        yield bytes(record.payload)
+
+
+def _snapshots(store: Store) -> set[tuple[int, int]]:
+    with store.manifest.read() as txn:
+        return {(db_id, number) for (db_id, number), _ in txn.scan(t.SNAPSHOT_INDEX)}
