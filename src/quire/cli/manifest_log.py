@@ -104,7 +104,7 @@ def verify(
                     settings=settings,
                     witness=witness_in(txn, stream_id),
                     prefixes=txn.object_prefixes(txn.place_of(stream_id, own)[0]),
-                    store_id=txn.store_id(),
+                    store_id=txn.log_store_id(),
                 )
                 for stream_id in names
             ]
@@ -237,7 +237,7 @@ def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
 def _log(cli: Cli, stores: Callable[[str], ObjectStore], stream_id: int) -> tuple[LogFiles, LogObjects]:
     with cli.reader() as manifest, manifest.read() as txn:
         place_id, url = txn.place_of(stream_id, objects_url(os.path.abspath(cli.path), cli.settings()))
-        prefixes, store_id = txn.object_prefixes(place_id), txn.store_id()
+        prefixes, store_id = txn.object_prefixes(place_id), txn.log_store_id()
     files = LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id, store_id=store_id)
     return files, log_objects(StreamFiles(files.disk, files.root, stream_id), stores(url), prefixes, store_id)
 

@@ -120,7 +120,9 @@ def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
     ancestors = {(objects_url, prefix) for prefix in line}
     if space.owner_epoch:
         current.add((objects_url, archive_epoch_prefix(txn.store_id(), space.owner_epoch)))
-        ancestors |= {(objects_url, archive_epoch_prefix(txn.store_id(), epoch)) for epoch in space.ancestors}
+        ancestors |= {
+            (objects_url, archive_epoch_prefix(txn.store_of_epoch(epoch), epoch)) for epoch in space.ancestors
+        }
     former = {(objects_url, "")} if space.legacy or not space.owner_epoch else set()
     for _, row in txn.scan(t.REMOTE_NAMESPACE):
         if row.name:  # streams and backups of key-value databases: their rows name the place, not an epoch of it
@@ -133,7 +135,17 @@ def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
             current.add(place)
         else:
             ancestors.add(place)
-    return Owned(current=frozenset(current), ancestors=frozenset(ancestors - current), former=frozenset(former))
+    ancestors -= current
+    parents = tuple(f"{parent.store_id}/" for parent in txn.parents())
+    foreign = {place for place in ancestors if f"{place[1]}/".startswith(parents)} if parents else set()
+    urls = {url for url, _ in current | ancestors}
+    foreign |= {(url, parent.rstrip("/")) for url in urls for parent in parents}
+    return Owned(
+        current=frozenset(current),
+        ancestors=frozenset(ancestors - foreign),
+        former=frozenset(former),
+        foreign=frozenset(foreign),
+    )
 
 
 def collector_of(

@@ -65,6 +65,18 @@ if TYPE_CHECKING:
 
 KIND_WORDS = {DbKind.PAGES: "page database", DbKind.STREAM: "stream", DbKind.LSM: "key-value database"}
 
+
+class ParentStore(msgspec.Struct, frozen=True, kw_only=True):
+    """A store that this one is a clone of."""
+
+    store_id: str
+    last_epoch: int
+    """Owner epochs up to this one, and above those of the parent before, are its."""
+    at_ms: int
+    """Its clock at the moment that was cloned."""
+    position: str
+
+
 BORN_WITH_EPOCHS = "born_with_epochs"
 """The row of `meta` that a store has if all its objects are below prefixes of its own."""
 
@@ -364,6 +376,20 @@ class ReadTxn:
         row = self.get(t.META, "store_id")
         return row.text if row is not None else ""
 
+    def parents(self) -> tuple[ParentStore, ...]:
+        """The stores that this one is a clone of, the oldest first; none for most (A12)."""
+        row = self.get(t.META, t.PARENTS)
+        return msgspec.json.decode(row.text, type=tuple[ParentStore, ...]) if row is not None else ()
+
+    def store_of_epoch(self, epoch: int) -> str:
+        """The identity of the store whose epoch this was: of a clone, the earlier ones are its parents'."""
+        return next((parent.store_id for parent in self.parents() if epoch <= parent.last_epoch), self.store_id())
+
+    def log_store_id(self) -> str:
+        """The identity in manifest logs of streams: a clone continues the logs that it was made with."""
+        parents = self.parents()
+        return parents[0].store_id if parents else self.store_id()
+
     def owner_epoch(self) -> int:
         """How often the store was taken over, its creation included; 0 for one that was made before that was counted."""
         return max((row.owner_epoch for _, row in self.scan(t.REMOTE_NAMESPACE)), default=0)
@@ -396,7 +422,7 @@ class ReadTxn:
         """
         _, space = self.current_namespace()
         epochs = (space.owner_epoch, *reversed(space.ancestors)) if space.owner_epoch else ()
-        prefixes = tuple(epoch_prefix(self.store_id(), epoch) for epoch in epochs)
+        prefixes = tuple(epoch_prefix(self.store_of_epoch(epoch), epoch) for epoch in epochs)
         if namespace_id:
             return prefixes or (epoch_prefix(self.store_id(), 1),)
         return (*prefixes, "") if space.legacy or not epochs else prefixes

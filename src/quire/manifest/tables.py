@@ -189,6 +189,8 @@ LAST_VERIFICATION = "last_verification"
 """The row of `meta` with what the last verification of the whole store found in files that are no artifacts."""
 OBJECT_PLACE = "object_place"
 """The row of `meta` that says where the store's objects are."""
+PARENTS = "parents"
+"""The row of `meta` of a clone: the stores that it was made of, as JSON, the oldest first (`reads.ParentStore`)."""
 MIGRATIONS = Table("migrations", "name text", r.MigrationRecord, _LOCAL, "the migration ledger")
 
 # ── derived ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -35,6 +35,8 @@ class Owned:
     ancestors: frozenset[tuple[str, str]] = frozenset()
     former: frozenset[tuple[str, str]] = frozenset()
     """(URL, prefix) of places themselves: what older stores have put there is below no store's name."""
+    foreign: frozenset[tuple[str, str]] = frozenset()
+    """(URL, prefix) of stores that this one is a clone of: it reads there, and lets go without deleting (A12)."""
 
 
 class Collector:
@@ -76,6 +78,7 @@ class Collector:
         if not names:
             return names
         owned = self._owned()
+        names = [key for key in names if not _is_below(url, key, owned.foreign)]
         for key in names:
             if (refusal := self._refusal(url, key, owned)) is not None:
                 raise refusal
@@ -93,7 +96,9 @@ class Collector:
     def deletable(self, url: str, keys: Iterable[str]) -> set[str]:
         """Those that `delete` would not refuse: a sweep meets names that are somebody else's, and only reports them."""
         owned = self._owned()
-        return {key for key in keys if self._refusal(url, key, owned) is None}
+        return {
+            key for key in keys if self._refusal(url, key, owned) is None and not _is_below(url, key, owned.foreign)
+        }
 
     def _refusal(self, url: str, key: str, owned: Owned) -> ForeignObject | None:
         """Why a name may not be deleted, being another store's or not confirmed to be ours; `None` if it may go (rule

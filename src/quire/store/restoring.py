@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
     from quire.objects.api import ObjectStore
     from quire.objects.options import StoreOptions
+    from quire.store.store import Store
 
 Progress = Callable[[str, int, int], None]
 """(step, done, total)"""
@@ -199,12 +200,17 @@ def _recover(root: str, disk: Disk, clock: Clock) -> None:
     """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
         store.rights.refuse("a restored directory is nobody's until it is taken over")
-        with store.manifest.read() as txn:
-            written = [
-                db_id for (db_id,), row in txn.scan(t.DB) if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
-            ]
-        for db_id in written:
-            store.pages.open(db_id)
+        open_written(store)
+
+
+def open_written(store: Store) -> None:
+    """Open the page databases that have a tail that is not published."""
+    with store.manifest.read() as txn:
+        written = [
+            db_id for (db_id,), row in txn.scan(t.DB) if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
+        ]
+    for db_id in written:
+        store.pages.open(db_id)
 
 
 def quiet_settings(disk: Disk, root: str) -> StoreSettings:

@@ -53,14 +53,22 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk, OsDisk, read_all, remove_tree, write_atomic
 from quire.durable.locks import FileLock
 from quire.durable.object_names import standby_key
-from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
-from quire.manifest.records import DbKind, MetaRecord, Residency
+from quire.manifest.records import MetaRecord, Residency
 from quire.manifest.row_image import RowImage, image
 from quire.objects.open import open_store
 from quire.objects.ownership import claim_epoch, newest_owner
 from quire.store import layout, opening
-from quire.store.restoring import Progress, correct, quiet_settings, replay_point, silent, the_store, write_config
+from quire.store.restoring import (
+    Progress,
+    correct,
+    open_written,
+    quiet_settings,
+    replay_point,
+    silent,
+    the_store,
+    write_config,
+)
 
 if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
@@ -525,14 +533,7 @@ class Standby:
             disk=self._disk,
         ) as store:
             hit("standby.taken_over")
-            with store.manifest.read() as txn:
-                written = [
-                    db_id
-                    for (db_id,), row in txn.scan(t.DB)
-                    if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
-                ]
-            for db_id in written:  # readers see what is published, and the tail of the WAL is not yet
-                store.pages.open(db_id)
+            open_written(store)  # readers see what is published, and the tail of the WAL is not yet
         self._disk.remove(os.path.join(self.path, standby_state.STANDBY_FILE))
         self._disk.sync_dir(self.path)
         self.close()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.archive.clones import CloneKeeper
 from quire.core.errors import StoreClosed
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
@@ -258,7 +259,11 @@ class Wiring:
     @property
     def window(self) -> ArchiveWindow:
         """Trims the archive, and deletes what no moment of it needs."""
-        return self._once("window", lambda: ArchiveWindow(self.context, self._settings.archive))
+        return self._once("window", lambda: ArchiveWindow(self.context, self._settings.archive, self._kept_for_clones))
+
+    def _kept_for_clones(self, url: str, name: str, since_ms: int) -> int:
+        keeper = self._once("clones", lambda: CloneKeeper(self.stores(self._objects_url), self._manifest.feed.store_id))
+        return keeper.kept_until(self.stores(url), name, since_ms)
 
     def _spark(self) -> Runner:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""

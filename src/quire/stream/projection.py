@@ -52,7 +52,7 @@ class StreamProjection:
     def store_id(self) -> str:
         """The store's, which the chunks of the manifest log carry."""
         with self._manifest.read() as txn:
-            return txn.store_id()
+            return txn.log_store_id()
 
     def fold(self, view: SegmentList, segment_ids: Iterable[int] | None = None) -> int:
         """Bring rows up to the view, of these segments or of all; how many operations that took."""

@@ -276,6 +276,9 @@ def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
             namespaces.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
     if is_old:
         namespaces.setdefault((ctx.objects_url, FORMER), set()).add(0)
+    parents = tuple(f"{parent.store_id}/" for parent in txn.parents())
+    if parents:  # a clone's parents look after their own objects
+        return {space: numbers for space, numbers in namespaces.items() if not space[1].startswith(parents)}
     return namespaces
 
 

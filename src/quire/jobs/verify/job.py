@@ -342,7 +342,7 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
                 url=txn.place_of(db_id, ctx.objects_url)[1],
                 witness=witness_in(txn, db_id),
                 prefixes=txn.object_prefixes(txn.place_of(db_id, "")[0]),
-                store_id=txn.store_id(),
+                store_id=txn.log_store_id(),
             )
             for db_id, record in txn.databases()
             if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED

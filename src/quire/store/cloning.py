@@ -1,0 +1,227 @@
+"""A clone: a new store, with an identity of its own, that begins as another one was and reads that one's objects (A12).
+
+Terms
+  parent    the store that was cloned, and the stores that it was a clone of
+  foreign   objects below a parent's prefix: read on demand, never written, swept or deleted by the clone
+
+The clone is in its parent's bucket, below its own store_id. Nothing large is copied: chunks, tables and compressed segments
+stay where they are. Owner epochs go on counting, so an epoch says whose it was (`manifest.reads.ParentStore`).
+
+What is there at each step, and what comes next if it stops there:
+  registered         the parents keep what the clone would read     a person removes it: `quire clones forget`
+  files, rows        a directory that is no store                   refused by the next clone: not empty
+  identity written   the same                                       the same
+  named, taken over  a store                                        opens
+
+Threads: one. Raises `InvalidInput`, `StillReferenced`, `ObjectNotFound`, `Corruption`, and what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+
+from quire.archive.chain import RestorePoint, find
+from quire.archive.clones import CloneRegistration, register, registrations, release
+from quire.archive.format import Position
+from quire.archive.replay import Replay, read_remote_files
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import InvalidInput, QuireError, StillReferenced
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, OsDisk
+from quire.durable.object_names import clone_key
+from quire.manifest import tables as t
+from quire.manifest.reads import ParentStore
+from quire.manifest.records import MetaRecord
+from quire.manifest.row_image import RowImage
+from quire.objects.open import open_store
+from quire.objects.ownership import read_file
+from quire.store import layout, object_location, opening
+from quire.store.restoring import (
+    Progress,
+    correct,
+    open_written,
+    quiet_settings,
+    replay_point,
+    silent,
+    the_store,
+    write_config,
+)
+
+if TYPE_CHECKING:
+    from quire.manifest.reads import ReadTxn
+    from quire.objects.api import DeletableStore
+    from quire.objects.options import StoreOptions
+
+
+class Cloned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a clone was made of."""
+
+    path: str
+    store_id: str
+    parent_id: str
+    position: Position
+    at_ms: int
+    """The parent's clock at the moment that was cloned."""
+    owner_epoch: int
+    remote_files: int
+    seconds: float
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True):
+    """A clone that reads nothing of its parents any more."""
+
+    store_id: str
+    parents: tuple[str, ...]
+
+
+def clone(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    at_ms: int | None = None,
+    store_id: str = "",
+    options: StoreOptions | None = None,
+    disk: Disk | None = None,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> Cloned:
+    """Make a new store of what is archived at `source`, a URL or the directory of a store: now, or as it was `at_ms`.
+
+    Both go on by themselves: nothing that one writes reaches the other.
+    """
+    started = time.monotonic()
+    disk, clock = disk or OsDisk(), clock or SystemClock()
+    root = os.path.abspath(os.fspath(directory))
+    if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
+        raise InvalidInput("the directory is not empty", hint="clone into a new directory", path=root)
+    url, store_id = _source(disk, os.fspath(source), store_id)
+    clone_id = str(uuid4())
+    with closing(open_store(url, options=options)) as bucket:
+        point = find(bucket, store_id or the_store(bucket), at_ms)
+        registered = [point.store_id]
+        try:
+            _register(bucket, point.store_id, clone_id, point, clock, root)
+            hit("clone.registered")
+            if find(bucket, point.store_id, point.at_ms).position < point.position:
+                raise InvalidInput("the moment has left the archive's window", hint="clone a later one", at=point.at_ms)
+            disk.make_dirs(root)
+            with Replay(disk, root) as replay:
+                replay_point(bucket, point, replay, progress or silent)
+                correct(replay, root, url)
+                with replay.rows().read() as txn:
+                    if txn.current_namespace()[1].legacy:
+                        hint = "run `quire takeover` on it once, then clone it"
+                        raise InvalidInput("the store is older than owner epochs", hint=hint, store_id=point.store_id)
+                    earlier, last_epoch = txn.parents(), txn.owner_epoch()
+                for parent in earlier:
+                    bucket.head(clone_key(parent.store_id, point.store_id))  # else it does not keep what we would read
+                    registered.append(parent.store_id)
+                    _register(bucket, parent.store_id, clone_id, point, clock, root, parent)
+                here = ParentStore(
+                    store_id=point.store_id, last_epoch=last_epoch, at_ms=point.at_ms, position=str(point.position)
+                )
+                _write_identity(replay.rows(), clone_id, (*earlier, here))
+                write_config(disk, root, url)
+                remote = len(replay.remote)
+                replay.finish()
+            hit("clone.made")
+            settings = quiet_settings(disk, root)
+            with opening.open(root, takeover=True, create=False, settings=settings, clock=clock, disk=disk) as store:
+                open_written(store)
+                epoch = store.info().owner_epoch
+        except BaseException:
+            for parent_id in registered:
+                with suppress(QuireError):
+                    release(bucket, parent_id, clone_id)
+            raise
+    return Cloned(
+        path=root,
+        store_id=clone_id,
+        parent_id=point.store_id,
+        position=point.position,
+        at_ms=point.at_ms,
+        owner_epoch=epoch,
+        remote_files=remote,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _source(disk: Disk, source: str, store_id: str) -> tuple[str, str]:
+    """(URL, store_id) of what is cloned: a URL, or a store's directory."""
+    if "://" in source or layout.look(disk, os.path.abspath(source)) is not layout.DirectoryState.STORE:
+        return source if "://" in source else os.path.abspath(source), store_id
+    root = os.path.abspath(source)
+    settings = layout.existing_config(disk, root)
+    owner = read_file(disk, root)  # a store that is archived has one, and its owner may be this process
+    if owner is None:
+        raise InvalidInput("the store is not archived", hint="turn archiving on, then clone it", path=root)
+    return layout.objects_url(root, settings), owner.store_id
+
+
+def _register(
+    bucket: DeletableStore,
+    parent_id: str,
+    clone_id: str,
+    point: RestorePoint,
+    clock: Clock,
+    root: str,
+    parent: ParentStore | None = None,
+) -> None:
+    registration = CloneRegistration(
+        clone_id=clone_id,
+        position=parent.position if parent is not None else str(point.position),
+        at_ms=parent.at_ms if parent is not None else point.at_ms,
+        registered_at_ms=clock.now_ms(),
+        host=os.uname().nodename,
+        path=root,
+    )
+    register(bucket, parent_id, registration)
+
+
+def _write_identity(rows: RowImage, clone_id: str, parents: tuple[ParentStore, ...]) -> None:
+    pack = t.META.key.pack
+    meta = [
+        (pack("store_id"), MetaRecord(text=clone_id)),
+        (pack(t.PARENTS), MetaRecord(text=msgspec.json.encode(parents).decode())),
+    ]
+    rows.apply([[(t.META.name, t.META.rows.encode_all(meta), [])]])
+
+
+# ── letting go ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def foreign_objects(txn: ReadTxn, disk: Disk, root: str) -> int:
+    """How many objects of its parents a clone still reads."""
+    prefixes = tuple(f"{parent.store_id}/" for parent in txn.parents())
+    spaces = {key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.prefix.startswith(prefixes)}
+    tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
+    rows = sum(row.namespace_id in spaces for table in tables for _, row in txn.scan(table))
+    return rows + sum(file.key.startswith(prefixes) for file in read_remote_files(disk, root).values())
+
+
+def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | None = None) -> Released:
+    """Let the parents of a clone delete what they kept for it; refused while it still reads any of it."""
+    root, disk = os.path.abspath(os.fspath(directory)), OsDisk()
+    with opening.open(root, "r", disk=disk) as store, store.manifest.read() as txn:
+        parents, clone_id = txn.parents(), txn.store_id()
+        count = foreign_objects(txn, disk, root)
+        url = store.objects_url
+        options = options or object_location.options_of(txn, store.settings, url)
+    if not parents:
+        raise InvalidInput("this store is not a clone", hint="`quire clones ls` lists the clones of a store", path=root)
+    if count:
+        hint = "drop the databases it was made with, or say in the parent that it does not count: `quire clones forget`"
+        raise StillReferenced(f"the clone still reads {count:,} objects of its parents", hint=hint, path=root)
+    with closing(open_store(url, options=options)) as bucket:
+        for parent in parents:
+            release(bucket, parent.store_id, clone_id)
+    return Released(store_id=clone_id, parents=tuple(parent.store_id for parent in parents))
+
+
+def clones_of(bucket: DeletableStore, store_id: str) -> list[CloneRegistration]:
+    """The clones that a store keeps objects for."""
+    return registrations(bucket, store_id)
