@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKind
+from quire.core.timeline import range_start
 from quire.manifest import records as r
 from quire.manifest import tables as t
 from quire.manifest.guard import ManifestGuard, Receipt
@@ -52,6 +53,7 @@ from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, Fo
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.timeline import Timeline
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import LsmEndsRecord, LsmLogEnd, LsmTableRecord, NamespaceRecord
@@ -170,6 +172,10 @@ class BatchMaker:
         number, epoch = self._next(txn, Counter.NAMESPACE), txn.owner_epoch() + self.rng.randint(0, 1)
         if self._chance(3):
             return [BeginOwnerEpoch(epoch, [(number, NamespaceRecord("", "s", owner_epoch=epoch))])]
+        if self._chance(4):
+            _, head = txn.feed_bounds()
+            last = head - self.rng.randint(0, 1) * (head > 0)
+            return [Timeline(epoch, max(epoch, 1) - 1, 0, 0, last, range_start(epoch, last))]
         made = PutNamespace(number, NamespaceRecord(f"memory://{number}", name=f"n{number}"))
         return [made, DropNamespace(self.rng.randint(0, number))][: self.rng.randint(1, 2)]
 

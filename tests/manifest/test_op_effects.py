@@ -77,6 +77,7 @@ from quire.manifest.ops.registry import OPS
 from quire.manifest.ops.retired import ForgetRetired, RetireObjects
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
 from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.timeline import Timeline
 from quire.manifest.ops.wal import (
     AdvanceCheckpoint,
     AdvanceWal,
@@ -343,6 +344,8 @@ def test_operations_change_what_they_declare_and_nothing_else(
         witness.sees(op)
     beyond = t.CHANGE_CURSORS.codec.encode(CursorRecord(10**6, 0, 0))
     witness.sees(RestoreLocalRow("change_cursors", t.CHANGE_CURSORS.key.pack(30), beyond))
+    head = witness.manifest.feed.head()
+    witness.sees(Timeline(3, 2, 0, 5, head, 3 << 40))
     for op in (ClampCursor(30), LoseCursor(30, "too slow"), ResumeCursor(30), ReserveLocalIds(Counter.CURSOR, 99)):
         witness.sees(op)
     for table in (*RESTORED, *RESTORED_LOCAL):

@@ -22,11 +22,14 @@ from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, UnknownCursor
 from quire.core.json_values import plain
+from quire.core.timeline import lost_start, step_back
 from quire.manifest.change import change_json
+from quire.manifest.ops.cursors import refuse_lost
 
 if TYPE_CHECKING:
     from quire.manifest.change import ChangeRecord, CursorInfo
     from quire.manifest.feed import ChangeFeed
+    from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
 STEP_RECORDS = 64
@@ -72,7 +75,8 @@ class _Tail:
         self._manifest = manifest
         with manifest.read() as txn:
             oldest, head = txn.feed_bounds()
-        self._next = start or max(oldest, head - limit + 1)
+            _refuse_lost(txn, start)
+            self._next = start or max(oldest, step_back(txn.gaps(), head, limit) + 1)
 
     def new(self) -> Iterator[ChangeRecord]:
         """What was committed since the last time. What was trimmed before it was seen is an error."""
@@ -89,14 +93,22 @@ class _Tail:
             self._next = step[-1].sequence + 1
 
 
+def _refuse_lost(txn: ReadTxn, start: int) -> None:
+    """Raise `CursorLost` if a takeover has given up the changes before `start`."""
+    gaps = txn.gaps()
+    if lost_start(gaps, start) is not None:
+        refuse_lost(gaps, start - 1)
+
+
 def _records(cli: Cli, start: int, limit: int) -> Iterator[ChangeRecord]:
     with cli.reader() as manifest:
         given = 0
         while not limit or given < limit:
             with manifest.read() as txn:
                 oldest, head = txn.feed_bounds()
+                _refuse_lost(txn, start)
                 if not start:
-                    start = max(oldest, head - limit + 1) if limit else oldest
+                    start = max(oldest, step_back(txn.gaps(), head, limit) + 1) if limit else oldest
                 step = list(islice(txn.changes(start), min(limit - given, STEP_RECORDS) if limit else STEP_RECORDS))
             if not step:
                 return

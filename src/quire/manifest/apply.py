@@ -130,7 +130,7 @@ class Applier:
                 logged: Any = tuple([op for op in guard.ops if op.logged])
                 touched = sorted({op.component for op in logged})
                 updates = tuple([(component, state.generations.get(component, 0) + 1) for component in touched])
-                sequence = state.head + 1 if logged else 0
+                sequence = _sequence(state.head, logged) if logged else 0
                 change = ChangeRecord(sequence, at_ms, logged, updates, guard.trace_id)
                 row = CHANGE_LOG.codec.encode(change) if logged else b""
                 _sound(guard.ops, row if len(logged) == len(guard.ops) else None)
@@ -186,6 +186,12 @@ class Applier:
     def _remember(self, key: bytes, sequence: int, updates: Generations, at_ms: int, result: bytes) -> None:
         answer = IdempotencyRecord(sequence, at_ms + self._idempotency_ms, updates, result)
         self._overlay.idempotency.put(t.IDEMPOTENCY.key.pack(key), answer)
+
+
+def _sequence(head: int, ops: tuple[Any, ...]) -> int:
+    """The sequence of the next batch: after a takeover the first one of its range."""
+    jumps: list[int] = [op.first_number for op in ops if op.jumps]
+    return max([head + 1, *jumps])
 
 
 def _runs(group: list[ManifestGuard]) -> list[tuple[type[Op] | None, list[ManifestGuard]]]:

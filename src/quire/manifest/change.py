@@ -18,6 +18,7 @@ import msgspec
 
 from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.json_values import plain, restored
+from quire.core.timeline import Gaps, distance
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component
 from quire.manifest.ops.registry import AnyOp
@@ -69,12 +70,20 @@ class CursorInfo(msgspec.Struct, frozen=True):
     ttl_ms: int
     max_lag: int
     lost_reason: str
+    gap_sequences: int = 0
+    """Sequences between its position and the head that takeovers have left out."""
 
     @classmethod
-    def of(cls, cursor_id: int, row: CursorRecord, bounds: tuple[int, int]) -> CursorInfo:
+    def of(cls, cursor_id: int, row: CursorRecord, bounds: tuple[int, int], gaps: Gaps) -> CursorInfo:
         """What the row of a cursor says, within these bounds."""
+        oldest, head = bounds
+        acked = row.acked_sequence
         return cls(
-            cursor_id=cursor_id, oldest_sequence=bounds[0], head_sequence=bounds[1], **msgspec.structs.asdict(row)
+            cursor_id=cursor_id,
+            oldest_sequence=oldest,
+            head_sequence=head,
+            gap_sequences=max(head - acked, 0) - distance(gaps, acked, head),
+            **msgspec.structs.asdict(row),
         )
 
     @property
@@ -85,7 +94,7 @@ class CursorInfo(msgspec.Struct, frozen=True):
     @property
     def lag(self) -> int:
         """Changes that wait for this cursor."""
-        return max(self.head_sequence - self.acked_sequence, 0)
+        return max(self.head_sequence - self.acked_sequence - self.gap_sequences, 0)
 
     def why_given_up(self, now_ms: int) -> str:
         """Why its policy, or the log, gives this cursor up; empty if it does not."""

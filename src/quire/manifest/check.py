@@ -43,6 +43,7 @@ import lmdb
 import msgspec
 
 from quire.core.errors import ManifestDamaged, QuireError
+from quire.core.timeline import following, preceding
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.ops.base import LOCAL_COUNTERS, Counter, Op, ReserveIds, ReserveLocalIds
@@ -409,16 +410,18 @@ def _newest_versions(txn: ReadTxn, unlinked: list[Problem]) -> Iterator[tuple[tu
 
 def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
     oldest, head = txn.feed_bounds()
-    expected = oldest
+    gaps = txn.gaps()
+    expected = following(gaps, oldest - 1)
     promised: Tally[int] = Tally()
     for (sequence,), record in txn.scan(CHANGE_LOG, start=(oldest,)):
         if sequence != expected or record.sequence != sequence:
             yield Problem("F1", "the change log has a gap", {"expected": expected, "found": sequence})
-        expected = sequence + 1
+        expected = following(gaps, sequence)
         for component, generation in record.generation_updates:
             promised[component] = max(promised[component], generation)
-    if expected != head + 1:
-        yield Problem("F1", "the change log does not reach its head", {"ends": expected - 1, "head": head})
+    if preceding(gaps, expected) != head:
+        where = {"ends": preceding(gaps, expected), "head": head}
+        yield Problem("F1", "the change log does not reach its head", where)
     marks = {component: row.generation for (component,), row in txn.scan(t.GENERATION_WATERMARKS)}
     for component in sorted(promised.keys() | (marks.keys() if oldest == 1 else set())):
         if marks.get(component, 0) != promised[component]:

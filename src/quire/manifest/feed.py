@@ -45,6 +45,7 @@ from quire.core.errors import (
 from quire.core.events import emit
 from quire.core.limits import MIB, SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings
+from quire.core.timeline import distance, preceding, step
 from quire.core.waiting import SLEEP_SECONDS_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord, decode_changes
@@ -62,6 +63,7 @@ from quire.manifest.ops.cursors import (
     RetainChanges,
     TrimChanges,
     lost,
+    refuse_lost,
 )
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import CursorRecord, CursorState
@@ -126,14 +128,14 @@ class ChangeFeed:
     def cursors(self) -> list[CursorInfo]:
         """Every cursor, lost ones included."""
         with self._manifest.read() as txn:
-            bounds = txn.feed_bounds()
-            return [CursorInfo.of(cursor_id, row, bounds) for (cursor_id,), row in txn.scan(t.CHANGE_CURSORS)]
+            bounds, gaps = txn.feed_bounds(), txn.gaps()
+            return [CursorInfo.of(cursor_id, row, bounds, gaps) for (cursor_id,), row in txn.scan(t.CHANGE_CURSORS)]
 
     def cursor(self, cursor: int | str) -> CursorInfo:
         """A cursor by id or by name."""
         with self._manifest.read() as txn:
             cursor_id, row = find_cursor(txn, cursor)
-            return CursorInfo.of(cursor_id, row, txn.feed_bounds())
+            return CursorInfo.of(cursor_id, row, txn.feed_bounds(), txn.gaps())
 
     def lag(self) -> dict[str | int, int]:
         """How many changes wait for each live cursor, by its name, or by its id if it has none."""
@@ -258,7 +260,7 @@ class ChangeFeed:
         """The acknowledged position of a follower, who is registered if new."""
         with self._manifest.read() as txn:
             if after is not None:
-                check_position(after, txn.feed_bounds(), name)  # else whoever is refused would leave a cursor behind
+                check_position(txn, after, name)  # else whoever is refused would leave a cursor behind
             with suppress(UnknownCursor):
                 return find_cursor(txn, name)[1].acked_sequence
         return self.register(start if after is None else after, name=name).acked_sequence
@@ -311,8 +313,10 @@ class ChangeFeed:
         """The first sequence that retention keeps; 0 if it keeps all."""
         oldest, head = txn.feed_bounds()
         horizon = now_ms - int(self.settings.retain_seconds * 1000)
-        log = range(oldest, head + 1)  # in which times only rise
-        keep = oldest + bisect_left(log, horizon, key=lambda sequence: committed_at(txn, sequence))
+        gaps = txn.gaps()
+        log = range(1, distance(gaps, oldest - 1, head) + 1)  # in which times only rise
+        older = bisect_left(log, horizon, key=lambda nth: committed_at(txn, step(gaps, oldest - 1, nth)))
+        keep = step(gaps, oldest - 1, older) + 1
         if keep <= head:
             keep = self._within_bytes(txn, keep, head)
         return keep if keep > oldest else 0
@@ -321,22 +325,24 @@ class ChangeFeed:
         """The first sequence from which on the log is within its bytes. To add them up takes seconds: only if need be."""
         pages = txn._txn.stat(db=self._manifest.env.handles[CHANGE_LOG.name])
         used = (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"]) * pages["psize"]
-        if used <= self.settings.retain_bytes or head - self._measured < (head - oldest) // 64:
+        gaps = txn.gaps()
+        kept = distance(gaps, oldest - 1, head)
+        if used <= self.settings.retain_bytes or distance(gaps, self._measured, head) < (kept - 1) // 64:
             return oldest
         self._measured, used, keep = head, 0, head + 1
-        for key, raw in islice(txn.raw_scan_back(CHANGE_LOG), head + 1 - oldest):
+        for key, raw in islice(txn.raw_scan_back(CHANGE_LOG), kept):
             used += len(key) + len(raw)
             if used > self.settings.retain_bytes:
                 break
-            keep -= 1
-        return keep
+            keep = CHANGE_LOG.key.unpack(key)[0]
+        return preceding(gaps, keep) + 1  # a cursor at the end of a former range has missed nothing
 
     def tail_rows(self) -> int:
         """How many rows below the oldest sequence are still on disk."""
         with self._manifest.read() as txn:
             first = next(txn.raw_scan(CHANGE_LOG), None)
-            oldest = txn.feed_bounds()[0]
-        return 0 if first is None else max(oldest - CHANGE_LOG.key.unpack(first[0])[0], 0)
+            oldest, gaps = txn.feed_bounds()[0], txn.gaps()
+        return 0 if first is None else distance(gaps, CHANGE_LOG.key.unpack(first[0])[0] - 1, oldest - 1)
 
     def trim_behind(self) -> None:
         """Have the rest of the tail removed, if there is any."""
@@ -378,16 +384,17 @@ def read_page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, on
         raise lost(cursor_id, row)
     bounds = txn.feed_bounds()
     position = row.acked_sequence if after is None else after
-    check_position(position, bounds, cursor)
-    changes, following = _read(txn, position + 1, limit, only)
-    if following == position + 1 <= bounds[1]:
-        raise _gap(following, None)
-    return ChangePage(tuple(changes), following, *bounds)
+    check_position(txn, position, cursor)
+    changes, reached = _read(txn, position, limit, only)
+    if reached == position < bounds[1]:
+        raise _gap(position + 1, None)
+    return ChangePage(tuple(changes), reached + 1, *bounds)
 
 
-def check_position(position: int, bounds: tuple[int, int], cursor: int | str) -> None:
-    """Refuse a position whose changes are no longer kept, or that the feed has not reached."""
-    oldest, head = bounds
+def check_position(txn: ReadTxn, position: int, cursor: int | str) -> None:
+    """Refuse a position whose changes are no longer kept, or that the feed has not reached, or only in what was lost."""
+    oldest, head = txn.feed_bounds()
+    refuse_lost(txn.gaps(), position, cursor=cursor)
     if position < oldest - 1:
         raise CursorLost(
             f"the changes {position + 1:,} to {oldest - 1:,} are no longer kept",
@@ -405,14 +412,15 @@ def check_position(position: int, bounds: tuple[int, int], cursor: int | str) ->
         )
 
 
-def _read(txn: ReadTxn, first: int, limit: int, only: ChangeFilter | None) -> tuple[list[ChangeRecord], int]:
-    """Changes from `first` on, and the sequence behind the last one that was looked at."""
-    rows, changes, following, used = txn.raw_scan(CHANGE_LOG, start=(first,)), list[ChangeRecord](), first, 0
-    step = min(limit if only is None else max(limit, PAGE_RECORDS), SCAN_ROWS_MAX)
-    while len(changes) < limit and following - first < SCAN_ROWS_MAX and used <= PAGE_BYTES:
+def _read(txn: ReadTxn, position: int, limit: int, only: ChangeFilter | None) -> tuple[list[ChangeRecord], int]:
+    """Changes behind a position, and the last sequence that was looked at."""
+    rows, changes, reached, used = txn.raw_scan(CHANGE_LOG, start=(position + 1,)), list[ChangeRecord](), position, 0
+    gaps, looked = txn.gaps(), 0
+    portion = min(limit if only is None else max(limit, PAGE_RECORDS), SCAN_ROWS_MAX)
+    while len(changes) < limit and looked < SCAN_ROWS_MAX and used <= PAGE_BYTES:
         keys: list[bytes] = []
         raws: list[bytes] = []
-        for key, raw in islice(rows, step):
+        for key, raw in islice(rows, portion):
             keys.append(key)
             raws.append(raw)
             used += len(raw)
@@ -421,14 +429,15 @@ def _read(txn: ReadTxn, first: int, limit: int, only: ChangeFilter | None) -> tu
         if not raws:
             break
         records = decode_changes(CHANGE_LOG.rows.opened_all(keys, raws))
-        following += len(records)
-        if records[-1].sequence != following - 1:
-            raise _gap(following - 1, records[-1].sequence)
+        looked += len(records)
+        reached = step(gaps, reached, len(records))
+        if records[-1].sequence != reached:
+            raise _gap(reached, records[-1].sequence)
         changes += records if only is None else [passed for passed in map(only.of, records) if passed is not None]
     if len(changes) > limit:
         del changes[limit:]
-        following = changes[-1].sequence + 1
-    return changes, following
+        reached = changes[-1].sequence
+    return changes, reached
 
 
 def _gap(expected: int, read: int | None) -> ManifestDamaged:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.errors import StalePlan
+from quire.core.timeline import range_start
 from quire.durable.names import parse_object_key
 from quire.durable.object_names import (
     archive_epoch_prefix,
@@ -24,10 +25,12 @@ from quire.durable.object_names import (
     parse_epoch_key,
 )
 from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
 from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutNamespace
-from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.base import Counter, Op, ReserveLocalIds
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.ops.retired import RetireObjects
+from quire.manifest.ops.timeline import SKIPPED_IDS, Timeline
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import NamespaceRecord
 from quire.objects.api import PAGE_OBJECTS
@@ -60,15 +63,27 @@ def drop_namespace(manifest: ManifestStore, place_id: int) -> None:
     manifest.submit([DropNamespace(place_id), *manifest.jobs.deletions({NAMESPACES})]).result()
 
 
-def begin_owner_epoch(manifest: ManifestStore, at_least: int = 1) -> int:
-    """Begin the next owner epoch: new objects get names that nobody else writes; the epoch's number."""
+class Parent(NamedTuple):
+    """Where the owner before a takeover ended, as far as the directory knows it."""
+
+    number: int = 0
+    """The last object of its archive; 0 for a directory that was not restored from one."""
+    ended_at_ms: int = 0
+    """0: with the last commit of this directory."""
+
+
+def begin_owner_epoch(manifest: ManifestStore, at_least: int = 1, parent: Parent | None = None) -> int:
+    """Begin the next owner epoch: new objects get names that nobody else writes; the epoch's number.
+
+    With a `parent` it is a takeover: numbers continue in a range of their own (A10).
+    """
     for _ in range(ATTEMPTS - 1):
         with suppress(StalePlan):  # a job has stored or published a plan meanwhile
-            return _begin(manifest, at_least)
-    return _begin(manifest, at_least)
+            return _begin(manifest, at_least, parent)
+    return _begin(manifest, at_least, parent)
 
 
-def _begin(manifest: ManifestStore, at_least: int) -> int:
+def _begin(manifest: ManifestStore, at_least: int, parent: Parent | None) -> int:
     now = manifest.clock.now_ms()
     with manifest.read() as txn:
         epoch = max(txn.owner_epoch() + 1, at_least)
@@ -81,12 +96,30 @@ def _begin(manifest: ManifestStore, at_least: int) -> int:
         records = [_of_epoch(txn, epoch, place_id, place, now, line) for place_id, place in places]
         plans = [key for key, _ in txn.scan(t.CHECKPOINT_PLAN)]
         origins = {key[0] for key in plans} | {NAMESPACES}
+        timeline = _timeline(txn, epoch, parent) if parent is not None else []
     namespaces = [(manifest.allocate(Counter.NAMESPACE), record) for record in records]
     # A former epoch's namespace may be empty, and what abandoned plans wrote is garbage: both are for delete jobs (M8).
     deletions = manifest.jobs.deletions(origins) if line or len(origins) > 1 else []
     abandons = [AbandonPlan(*key) for key in plans]
-    manifest.submit([*abandons, BeginOwnerEpoch(epoch, namespaces), *deletions]).result()
+    manifest.submit([*timeline, *abandons, BeginOwnerEpoch(epoch, namespaces), *deletions]).result()
+    if timeline:
+        manifest.skip_ids()
     return epoch
+
+
+def _timeline(txn: ReadTxn, epoch: int, parent: Parent) -> list[Op]:
+    """The operations of a takeover; counters of local things are none of the feed's business, hence their own."""
+    _, head = txn.feed_bounds()
+    last = txn.get(CHANGE_LOG, head)
+    ended_at_ms = parent.ended_at_ms or (last.committed_at_ms if last is not None else 0)
+    local = [
+        ReserveLocalIds(counter, txn.next_id(counter) - 1 + SKIPPED_IDS[counter])
+        for counter in (Counter.CURSOR, Counter.READER)
+    ]
+    return [
+        Timeline(epoch, txn.owner_epoch(), parent.number, ended_at_ms, head, range_start(epoch, head)),
+        *local,
+    ]
 
 
 ATTEMPTS = 8

@@ -34,6 +34,7 @@ from quire.manifest.ops import (
     refs,
     retired,
     slots,
+    timeline,
     wal,
 )
 from quire.manifest.ops import snapshots as snaps
@@ -152,6 +153,7 @@ TOUCHES: dict[type[Op], Touches] = {
     artifacts.DropNamespace: _touches(t.REMOTE_NAMESPACE, *_COUNTS),
     retired.RetireObjects: _touches(t.RETIRED),
     retired.ForgetRetired: _touches(t.RETIRED),
+    timeline.Timeline: _touches(t.TIMELINE, t.ID_WATERMARKS),
     artifacts.BeginOwnerEpoch: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, *_COUNTS),
     slots.SetSlots: _touches(t.SLOT_LEAF, t.LIVE_LEAF, *_COUNTS, databases=_fields("db_id", "expected_origin_db_id")),
     slots.CollectLeaf: _touches(t.SLOT_LEAF, *_COUNTS, databases=_ORIGIN),

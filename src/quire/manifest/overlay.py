@@ -25,6 +25,7 @@ from typing import Any, Final, Generic, Literal
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
 from quire.core.ids import ArtifactKey
+from quire.core.timeline import Gap
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.keys import prefix_end
@@ -353,6 +354,7 @@ class Overlay:
         self.slot_leaf = view(t.SLOT_LEAF)
         self.live_leaf = view(t.LIVE_LEAF)
         self.remote_namespace = view(t.REMOTE_NAMESPACE, keep=True)
+        self.timeline = view(t.TIMELINE)
         self.snapshot_index = view(t.SNAPSHOT_INDEX)
         self.retention = view(t.RETENTION)
         self.lsm_catalog = view(t.LSM_CATALOG)
@@ -444,6 +446,10 @@ class Overlay:
         """The view and the key of an artifact's row."""
         table, key = t.catalog_key(artifact)
         return self.views[table.name], table.key.pack(*key)
+
+    def gaps(self) -> tuple[Gap, ...]:
+        """Sequences that takeovers have left out, in order."""
+        return tuple([Gap(row.last_sequence, row.first_number) for _, row in self.timeline.scan()])
 
     def put_db(self, db_id: int, record: DbRecord) -> None:
         """Write a database's row."""

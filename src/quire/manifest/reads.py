@@ -34,6 +34,7 @@ from quire.core.errors import (
 )
 from quire.core.events import emit
 from quire.core.ids import KINDS_WITH_OBJECTS, U32_MAX
+from quire.core.timeline import Gap
 from quire.durable.checksums import crc32
 from quire.durable.object_names import epoch_prefix
 from quire.manifest import tables as t
@@ -51,6 +52,7 @@ from quire.manifest.records import (
     NamespaceRecord,
     RefcountRecord,
     SnapshotRecord,
+    TimelineRecord,
     WalStateRecord,
 )
 from quire.manifest.rows import RESIDUE
@@ -533,6 +535,19 @@ class ReadTxn:
         except lmdb.Error as error:
             raise self._explain(error) from error
         return oldest, max(last, oldest - 1)
+
+    def timelines(self) -> Iterator[tuple[int, TimelineRecord]]:
+        """(owner epoch, record) of every takeover, in order."""
+        for (epoch,), row in self.scan(t.TIMELINE):
+            yield epoch, row
+
+    def gaps(self) -> tuple[Gap, ...]:
+        """Sequences that takeovers have left out, in order."""
+        return tuple([Gap(row.last_sequence, row.first_number) for _, row in self.timelines()])
+
+    def first_number(self) -> int:
+        """The first number of the current range; 0 if the store was never taken over."""
+        return max([row.first_number for _, row in self.timelines()], default=0)
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
         """Change records from sequence `start` on, in order."""

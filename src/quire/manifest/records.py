@@ -516,6 +516,22 @@ class CursorRecord(Record, frozen=True):
     lost_reason: str = ""
 
 
+class TimelineRecord(Record, frozen=True):
+    """A takeover: where the owner before it ended, and where numbers go on (A10)."""
+
+    parent_epoch: UInt
+    """The owner epoch before."""
+    parent_number: UInt
+    """The last object of its archive that this directory was restored from; 0 if it was not restored."""
+    ended_at_ms: UInt
+    """When that object was written; of a directory that was not restored, its last commit. What came later is lost."""
+    last_sequence: UInt
+    """The last change of the former owner that this store has."""
+    first_number: UInt
+    """The first number of the new range; the change that added this row has it as its sequence."""
+    began_at_ms: UInt
+
+
 class IdempotencyRecord(Record, frozen=True):
     """What a batch with this key answered (M11)."""
 

@@ -24,6 +24,7 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.env import ManifestEnv
 from quire.manifest.ops.cursors import sequence_bounds
+from quire.manifest.ops.timeline import Timeline
 from quire.manifest.overlay import Overlay
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
@@ -54,7 +55,7 @@ def _continuing(records: list[ChangeRecord], position: int) -> Iterator[ChangeRe
     for record in records:
         if record.sequence <= position:
             continue
-        if record.sequence != position + 1:
+        if record.sequence != position + 1 and not _continues(record, position):
             raise InvalidInput(
                 "the feed has a gap",
                 hint="replay from an earlier sequence, or start from a copy",
@@ -65,16 +66,28 @@ def _continuing(records: list[ChangeRecord], position: int) -> Iterator[ChangeRe
         yield record
 
 
+def _continues(record: ChangeRecord, position: int) -> bool:
+    """Whether a takeover says that this change follows that one."""
+    return any(
+        isinstance(op, Timeline) and (op.last_sequence, op.first_number) == (position, record.sequence)
+        for op in record.operations
+    )
+
+
 def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> None:
     rows = CHANGE_LOG.rows.encode_all([(CHANGE_LOG.key.pack(record.sequence), record) for record in records])
 
+    position = overlay.head
+
     def apply(txn: Any) -> None:
         overlay.discard()  # of an attempt that met a full map
+        overlay.head = position
         overlay.begin(txn)
         overlay.switch(strict=True)
         _refuse_moved(overlay, env)
         for record in records:
             _apply_one(overlay, record)
+            overlay.head = record.sequence
         overlay.flush()
         with txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
             cursor.putmulti(rows)

@@ -32,12 +32,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from quire.core.clock import SystemClock
 from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, ReadOnly, StalePlan, UnknownCursor
 from quire.core.settings import ManifestSettings
+from quire.core.timeline import preceding, step_back
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord, Start
@@ -208,11 +210,11 @@ class Replica:
     def _refuse_parted(self, feed: ChangeFeed, name: str, position: int) -> None:
         """The last change applied must be the source's own of that number, if both still have it."""
         with self.read() as txn:
-            ours = txn.get(CHANGE_LOG, position)
+            ours, before = txn.get(CHANGE_LOG, position), preceding(txn.gaps(), position)
         if ours is None:
             return
         with suppress(CursorLost):  # the source has trimmed it: nothing to compare with
-            theirs = feed.fetch(name, 1, after=position - 1).changes
+            theirs = feed.fetch(name, 1, after=before).changes
             if theirs and theirs[0] != ours:
                 raise StalePlan("replica and source have gone separate ways", hint=_COPY_AGAIN, sequence=position)
 
@@ -223,9 +225,10 @@ class Replica:
         while True:
             with self.read() as txn:
                 first = next(txn.scan(CHANGE_LOG), None)
-            if first is None or first[0][0] > overlay.head - keep:
+                target = step_back(txn.gaps(), overlay.head, keep) + 1
+            if first is None or first[0][0] >= target:
                 return
-            self._commit(overlay, lambda: settle_oldest(overlay, requested=overlay.head - keep + 1))
+            self._commit(overlay, partial(settle_oldest, overlay, requested=target))
 
     def _call_itself(self, store_id: str) -> None:
         overlay = Overlay(self._env.handles)

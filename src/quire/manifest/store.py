@@ -41,7 +41,7 @@ from quire.manifest.ops.base import Counter, ReserveIds
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.ownership import own
+from quire.manifest.ownership import next_ids, own
 from quire.manifest.reads import AuditEntry, ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
@@ -299,9 +299,18 @@ class ManifestStore:
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms(), name=name)
         return namespaces.put_namespace(self, t.REMOTE_NAMESPACE.codec.checked(record))
 
-    def begin_owner_epoch(self, at_least: int = 1) -> int:
-        """The store has a new owner: objects get names that no owner before it wrote (A1); the epoch's number."""
-        return namespaces.begin_owner_epoch(self, at_least)
+    def begin_owner_epoch(self, at_least: int = 1, parent: namespaces.Parent | None = None) -> int:
+        """The store has a new owner: objects get names that no owner before it wrote (A1); the epoch's number.
+
+        `parent` says where the owner before ended: numbers that consumers keep continue in a new range (A10).
+        """
+        return namespaces.begin_owner_epoch(self, at_least, parent)
+
+    def skip_ids(self) -> None:
+        """Hand out no id below the marks: a takeover has raised them."""
+        with self.read() as txn, self._ids_lock:
+            for counter, marked in next_ids(txn).items():
+                self._next_ids[counter] = max(self._next_ids.get(counter, 0), marked)
 
     def ensure_owner_epoch(self) -> None:
         """Have an owner epoch: whoever is about to put an object asks for this before it chooses the name."""

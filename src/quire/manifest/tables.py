@@ -114,6 +114,13 @@ SLOT_LEAF = Table(
 )
 LIVE_LEAF = Table("live_leaf", "db_id u32, leaf u32", r.LeafRef, _LOGGED, "the leaf versions a live database holds")
 REMOTE_NAMESPACE = Table("remote_namespace", "namespace_id u32", r.NamespaceRecord, _LOGGED, "buckets and prefixes")
+TIMELINE = Table(
+    "timeline",
+    "owner_epoch u32",
+    r.TimelineRecord,
+    _LOGGED,
+    "takeovers: where the owner before ended, where numbers go on",
+)
 SNAPSHOT_INDEX = Table(
     "snapshot_index",
     "db_id u32, snapshot_id u32",

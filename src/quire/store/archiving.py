@@ -18,6 +18,7 @@ from quire.archive.standby_state import Phase, read_state
 from quire.archive.state import take_state
 from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
+from quire.manifest.namespaces import Parent
 from quire.store import object_location
 from quire.store.layout import objects_url
 from quire.store.store import Store
@@ -110,6 +111,15 @@ def refuse_behind(store: Store, *, discard: bool) -> None:
             restored=str(origin.position),
             newest=str(behind[-1]),
         )
+
+
+def parent_of(store: Store) -> Parent:
+    """Where the owner that this directory follows ended: with the last object that was restored, if it was restored."""
+    origin = read_origin(store.disk, store.path)
+    with store.manifest.read() as txn:
+        is_first = origin is not None and txn.owner_epoch() == origin.position.epoch
+    # Once it was taken over, the directory has a history of its own: a second takeover loses nothing of the archive's.
+    return Parent(origin.position.number, origin.at_ms) if origin is not None and is_first else Parent()
 
 
 def seal_former(store: Store) -> None:

@@ -28,6 +28,7 @@ from quire.archive.sealing import seal
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ObjectNotFound
 from quire.core.settings import StoreSettings
+from quire.core.timeline import preceding
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
 from quire.jobs.enqueue import has_open_segment
@@ -249,7 +250,7 @@ def correct(replay: Replay, root: str, url: str) -> None:
         meta = [(t.OBJECT_PLACE, MetaRecord(text=object_location.place_of(root, url)))]
         first = next(txn.raw_scan(CHANGE_LOG), None)
         oldest, head = txn.feed_bounds()
-        held = CHANGE_LOG.key.unpack(first[0])[0] if first is not None else head + 1
+        held = preceding(txn.gaps(), CHANGE_LOG.key.unpack(first[0])[0]) + 1 if first is not None else head + 1
         if held > oldest:
             meta.append(("oldest_sequence", MetaRecord(number=held)))
     pack = t.META.key.pack

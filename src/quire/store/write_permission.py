@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput, ReadOnly
+from quire.manifest.namespaces import Parent
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.objects.ownership import Ownership, OwnerState, refuse_fenced
@@ -109,15 +110,16 @@ class ObjectRights:
         if self._needs_owner:
             refuse_fenced(self._disk, self._path, self._epoch)
 
-    def take_over(self) -> OwnerState:
-        """Begin an owner epoch: whoever wrote to the place before is fenced."""
+    def take_over(self, parent: Parent | None = None) -> OwnerState:
+        """Begin an owner epoch: whoever wrote to the place before is fenced. `parent` is where that owner ended, if known."""
         if self._ownership is None:
             raise InvalidInput(
                 "there is nothing to take over: the store's objects are its own, in its directory",
                 hint="open it; a copy of the directory is a store of its own",
                 path=self._path,
             )
-        return self._ownership.take_over(self._manifest.begin_owner_epoch)
+        parent = parent or Parent()
+        return self._ownership.take_over(lambda at_least: self._manifest.begin_owner_epoch(at_least, parent))
 
     def _first_epoch(self) -> int:
         self._manifest.ensure_owner_epoch()

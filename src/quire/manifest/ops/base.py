@@ -59,6 +59,9 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     quick: ClassVar[bool] = False
     """Whether `apply_all` refuses fields of the wrong type or range itself, so that nobody need read the operation back."""
 
+    jumps: ClassVar[bool] = False
+    """Whether its batch gets the sequence `first_number` instead of the next one."""
+
     def apply(self, tables: Overlay, at_ms: int) -> None:
         raise InternalError("this operation has no apply", op=type(self).__name__)
 

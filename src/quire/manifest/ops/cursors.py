@@ -14,6 +14,8 @@ A lost cursor stays, to say so: it holds nothing, and whoever uses it gets `Curs
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, NameTaken, OutOfRange, UnknownCursor
+from quire.core.timeline import Gaps
+from quire.core.timeline import lost as lost_gap
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
@@ -61,6 +63,20 @@ def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
     )
 
 
+def refuse_lost(gaps: Gaps, position: int, **where: object) -> None:
+    """Raise `CursorLost` for a position that was reached in changes which a takeover has given up."""
+    gap = lost_gap(gaps, position)
+    if gap is not None:
+        raise CursorLost(
+            f"the changes {gap.last + 1:,} to {position:,} were lost when the store was taken over",
+            hint=f"undo what came of them, and continue after {gap.last}; or begin again from a snapshot",
+            position=position,
+            last_sequence=gap.last,
+            first_sequence=gap.first,
+            **where,
+        )
+
+
 def settle_oldest(tables: Overlay, requested: int = 0) -> None:
     """Raise the oldest sequence as far as live cursors allow; without any, to `requested`. Begins to trim."""
     oldest, following = sequence_bounds(tables)
@@ -95,6 +111,7 @@ class RegisterCursor(Op, frozen=True, tag=91):
     max_lag: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
+        refuse_lost(tables.gaps(), self.acked_sequence)
         acked = _retained(tables, self.acked_sequence)
         key = t.CHANGE_CURSORS.key.pack(self.cursor_id)
         if self.cursor_id == 0 or tables.change_cursors.has(key):
@@ -121,6 +138,7 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
         key, cursor = cursor_of(tables, self.cursor_id)
         if cursor.state is CursorState.LOST:
             raise lost(self.cursor_id, cursor)
+        refuse_lost(tables.gaps(), self.upto_sequence)
         _, following = sequence_bounds(tables)
         if self.upto_sequence >= following:
             raise OutOfRange(

@@ -19,12 +19,13 @@ from quire.manifest.ops import (
     retired,
     slots,
     snapshots,
+    timeline,
     wal,
 )
 from quire.manifest.ops.base import Op
 
 _MODULES = (
-    base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local, retired
+    base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local, retired, timeline
 )  # fmt: skip
 _CLASSES = dict.fromkeys(
     kind

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from quire.core.json_values import plain
+from quire.core.timeline import step_back
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
@@ -30,7 +31,7 @@ def recent(txn: ReadTxn, limit: int, *, before: int = 0) -> list[dict[str, Any]]
     limit = max(1, min(limit, CHANGES_MAX))
     oldest, head = txn.feed_bounds()
     newest = min(head, before - 1) if before else head
-    return list(reversed(between(txn, max(oldest, newest - limit + 1), newest)))
+    return list(reversed(between(txn, max(oldest, step_back(txn.gaps(), newest, limit) + 1), newest)))
 
 
 def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:

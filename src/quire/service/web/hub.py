@@ -23,6 +23,7 @@ from typing import Any
 
 from quire.core.errors import Overloaded, QuireError, TimedOut
 from quire.core.events import emit
+from quire.core.timeline import distance, step_back
 from quire.service.web import changes
 from quire.service.web.answers import json_bytes
 from quire.service.web.dashboard_state import Sight
@@ -160,10 +161,10 @@ class Hub:
                 self._wanted.wait_for(lambda: self._stopping, ROUND_SECONDS)
 
     def _round(self, seen: int, head: int) -> dict[str, Any]:
-        first = max(seen + 1, head - CHANGES_MAX + 1)
         with self._sight.manifest.read() as txn:
-            records = changes.between(txn, first, head)
-        return {"head": head, "skipped": head - seen - len(records), "changes": records}
+            gaps = txn.gaps()
+            records = changes.between(txn, max(seen, step_back(gaps, head, CHANGES_MAX)) + 1, head)
+        return {"head": head, "skipped": distance(gaps, seen, head) - len(records), "changes": records}
 
     def _tell(self, name: str, value: Any) -> None:
         message = event(name, value)

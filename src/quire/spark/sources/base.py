@@ -48,6 +48,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, QuireError, SnapshotGone, UnknownCursor
+from quire.core.timeline import Gaps, distance, step
 from quire.service.tickets import LEASE_RENEW, OfLease
 from quire.spark.access import OwnerAddress, access_of
 
@@ -269,15 +270,15 @@ class SourceReader(DataSourceReader):
 
 
 # ── streaming ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def next_end(position: int, end: int, limit: ReadLimit) -> int:
+def next_end(position: int, end: int, limit: ReadLimit, gaps: Gaps = ()) -> int:
     """How far the next batch goes.
 
     >>> next_end(10, 100, ReadMaxRows(5)), next_end(10, 12, ReadMinRows(5)), next_end(10, 8, ReadAllAvailable())
     (15, 10, 10)
     """
     if isinstance(limit, ReadMaxRows):
-        end = min(end, position + limit.max_rows)
-    if isinstance(limit, ReadMinRows) and end - position < limit.min_rows:
+        end = min(end, step(gaps, position, limit.max_rows))
+    if isinstance(limit, ReadMinRows) and distance(gaps, position, end) < limit.min_rows:
         end = position
     return max(end, position)
 
@@ -322,6 +323,10 @@ class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @abstractmethod
     def end_beyond(self, position: int) -> int:
         """The same, after waiting a little if there is nothing beyond `position`."""
+
+    @abstractmethod
+    def gaps(self) -> Gaps:
+        """Positions that takeovers have left out: no batch is made of them."""
 
     @abstractmethod
     def batches(self, part: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -378,7 +383,7 @@ class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark gives these names
         position = self.position(start)
         end = self._target if self._target is not None else self.end_beyond(position)
-        return self.offset(next_end(position, end, limit))
+        return self.offset(next_end(position, end, limit, self.gaps()))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadMaxRows(self._rows_max) if self._rows_max else ReadAllAvailable()

@@ -46,8 +46,10 @@ from pyspark.sql.types import (
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, TimedOut, UnknownCursor
 from quire.core.json_values import plain
+from quire.core.timeline import Gap, Gaps, distance, lost_start, pieces
 from quire.manifest.change import CHANGE_LOG, ChangeRecord, Start, decode_changes
 from quire.manifest.ops.base import Component
+from quire.manifest.ops.cursors import refuse_lost
 from quire.manifest.records import AuditAction, CursorState
 from quire.service.tickets import TableTicket
 from quire.spark.access import OwnerAddress
@@ -105,27 +107,39 @@ class ChangesReader(SourceReader):
 
     def plan(self) -> list[ChangeRange]:
         with self.access.connect() as client:
-            info = client.info()
+            info, gaps = client.info(), gaps_of(client)
         oldest, head = info.oldest_change, info.newest_change
         first, last = self._first or oldest, self._last or head
         if first < oldest:
             raise gone(first, oldest)
         if last > head:
             raise OutOfRange("the feed has not come this far", last=last, head_sequence=head)
-        return split(ChangeRange(first, last), self.partitions_max)
+        if lost_start(gaps, first) is not None:
+            refuse_lost(gaps, first - 1)
+        refuse_lost(gaps, last)
+        return split(ChangeRange(first, last), self.partitions_max, gaps)
 
     def batches(self, part: ChangeRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         return read_changes(self.access, part, schema)
 
 
-def split(changes: ChangeRange, parts: int) -> list[ChangeRange]:
-    """A range in at most so many parts of about the same size; none if it is empty."""
-    count = changes.last - changes.first + 1
+def gaps_of(owner: Client) -> tuple[Gap, ...]:
+    """Sequences that takeovers have left out."""
+    batches = owner.scan("timeline", columns=("last_sequence", "first_number"))
+    return tuple(Gap(row["last_sequence"], row["first_number"]) for batch in batches for row in batch.to_pylist())
+
+
+def split(changes: ChangeRange, parts: int, gaps: Gaps = ()) -> list[ChangeRange]:
+    """A range in parts of about the same size; none if it is empty. No part spans a gap, so a takeover may add one part."""
+    count = distance(gaps, changes.first - 1, changes.last)
     if count <= 0:
         return []
     step = max(-(-count // parts), PARTITION_CHANGES_MIN)
-    firsts = range(changes.first, changes.last + 1, step)
-    return [ChangeRange(first, min(first + step - 1, changes.last)) for first in firsts]
+    return [
+        ChangeRange(first, min(first + step - 1, last))
+        for start, last in pieces(gaps, changes.first, changes.last)
+        for first in range(start, last + 1, step)
+    ]
 
 
 def read_changes(access: OwnerAddress, changes: ChangeRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -216,6 +230,9 @@ class ChangesQueryReader(QueryReader):
                 head = self.owner.feed.wait(position, WAIT_SECONDS)
         return head
 
+    def gaps(self) -> Gaps:
+        return gaps_of(self.owner)
+
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         first, last = self.position(start) + 1, self.position(end)
         if first > last:
@@ -226,7 +243,10 @@ class ChangesQueryReader(QueryReader):
         self.need_unacknowledged(first, cursor.acked_sequence + 1)
         if first < cursor.oldest_sequence:
             raise gone(first, cursor.oldest_sequence)
-        return [InputPartition(part) for part in split(ChangeRange(first, last), self._partitions_max)]
+        gaps = self.gaps()
+        for position in (first - 1, last):
+            refuse_lost(gaps, position, cursor=self.holder)
+        return [InputPartition(part) for part in split(ChangeRange(first, last), self._partitions_max, gaps)]
 
     def batches(self, part: ChangeRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         return read_changes(self.access, part, schema)

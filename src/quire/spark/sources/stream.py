@@ -39,6 +39,7 @@ from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
+from quire.core.timeline import Gaps
 from quire.durable.files import OsDisk
 from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
@@ -280,6 +281,9 @@ class RecordsQueryReader(QueryReader):
             # A query that idles commits nothing: without a heartbeat its consumer would lose its hold.
             self._acknowledge(0)
         return end
+
+    def gaps(self) -> Gaps:
+        return ()
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         first, stop = self.position(start), self.position(end)
