@@ -344,10 +344,9 @@ def test_operations_change_what_they_declare_and_nothing_else(
         witness.sees(op)
     beyond = t.CHANGE_CURSORS.codec.encode(CursorRecord(10**6, 0, 0))
     witness.sees(RestoreLocalRow("change_cursors", t.CHANGE_CURSORS.key.pack(30), beyond))
-    head = witness.manifest.feed.head()
-    witness.sees(Timeline(3, 2, 0, 5, head, 3 << 40))
     for op in (ClampCursor(30), LoseCursor(30, "too slow"), ResumeCursor(30), ReserveLocalIds(Counter.CURSOR, 99)):
         witness.sees(op)
+    witness.sees(Timeline(3, 2, 0, 5, witness.manifest.feed.head(), 3 << 40))
     for table in (*RESTORED, *RESTORED_LOCAL):
         kind = RestoreRow if table in RESTORED else RestoreLocalRow
         required = [field.type for field in msgspec.structs.fields(table.codec.record_type) if field.required]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from quire.core.errors import CursorLost
+from quire.core.timeline import Gap
 from quire.manifest.change import change_from_json
 from quire.spark.access import access_of
 from quire.spark.sources import changes
@@ -63,6 +64,15 @@ def test_only_the_columns_that_are_asked_for(owner: Owned) -> None:
     assert [tuple(row) for row in frame.orderBy("sequence").collect()] == wanted
     with pytest.raises(Exception, match="no such column"):
         owner.read("quire.changes", columns="nope").collect()
+
+
+def test_no_part_of_a_range_spans_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "PARTITION_CHANGES_MIN", 1)
+    gaps = (Gap(9, 2 << 40),)
+    parts = split(ChangeRange(5, (2 << 40) + 9), 3, gaps)
+    assert len(parts) <= 4
+    read = [number for part in parts for number in range(part.first, part.last + 1)]
+    assert read == [*range(5, 10), *range(2 << 40, (2 << 40) + 10)]
 
 
 def test_parts_of_a_range_together_are_it(monkeypatch: pytest.MonkeyPatch) -> None:

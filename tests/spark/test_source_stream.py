@@ -16,6 +16,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownSnapshot
+from quire.manifest.namespaces import Parent
 from quire.spark.sources import changes
 from quire.spark.sources.base import Options
 from quire.spark.sources.changes import SCHEMA, ChangesQueryReader
@@ -84,6 +85,35 @@ def test_a_batch_ends_at_the_head_or_at_its_limit(owner: Owned) -> None:
         assert reader.latestOffset(end, ReadAllAvailable()) == end, "nothing new: the same offset"
     with Stream(owner, cursor="mine", max_changes=4) as reader:
         assert reader.getDefaultReadLimit() == ReadMaxRows(4)
+
+
+def test_batches_cross_a_takeover_and_a_checkpoint_of_lost_changes_is_refused(owner: Owned) -> None:
+    commit(owner, 10)
+    last = owner.store.feed.head()
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        owner.store.manifest.begin_owner_epoch(parent=Parent())
+        first = owner.store.feed.head()
+        assert first >> 40 > 0
+        for _ in range(3):
+            owner.store.manifest.submit(reserve(1_000_000)).result()
+        ends, offset = [], start
+        while offset["sequence"] < first + 3:
+            offset = reader.latestOffset(offset, ReadMaxRows(4))
+            ends.append(offset["sequence"])
+        assert ends == [4, 8, first + 1, first + 3], "four changes each, none of them of the gap"
+        assert reader.latestOffset({**start, "sequence": last}, ReadMinRows(5))["sequence"] == last
+        assert spans(reader, start, offset) == [(1, last), (first, first + 3)]
+        assert spans(reader, {**start, "sequence": last}, offset) == [(first, first + 3)]
+        rows = [
+            row for part in reader.partitions(start, offset) for batch in reader.read(part) for row in batch.to_pylist()
+        ]
+        assert [row["sequence"] for row in rows] == [*range(1, last + 1), *range(first, first + 4)]
+        for position in (last + 1, first - 1):
+            with pytest.raises(CursorLost, match="lost when the store was taken over"):
+                reader.partitions({**start, "sequence": position}, offset)
+            with pytest.raises(CursorLost, match="lost when the store was taken over"):
+                reader.commit({**start, "sequence": position})
 
 
 def test_a_waiting_query_hears_of_a_change_at_once(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:

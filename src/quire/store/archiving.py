@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quire.archive.archiver import Archiver
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.archive.replay import read_origin
+from quire.archive.replay import Origin, read_origin
 from quire.archive.sealing import former_epoch, missed, seal
 from quire.archive.standby_state import Phase, read_state
 from quire.archive.state import take_state
@@ -100,7 +100,7 @@ def refuse_standby(disk: Disk, root: str) -> None:
 
 def refuse_behind(store: Store, *, discard: bool) -> None:
     """Raise `ArchiveAhead` if the archive has changes that this directory was restored without."""
-    origin = read_origin(store.disk, store.path)
+    origin = _followed(store)
     if origin is None or discard:
         return
     behind = list(missed(store.objects, origin.store_id, origin.position))
@@ -115,11 +115,16 @@ def refuse_behind(store: Store, *, discard: bool) -> None:
 
 def parent_of(store: Store) -> Parent:
     """Where the owner that this directory follows ended: with the last object that was restored, if it was restored."""
+    origin = _followed(store)
+    return Parent(origin.position.number, origin.at_ms) if origin is not None else Parent()
+
+
+def _followed(store: Store) -> Origin | None:
+    """What the directory was restored from, until it is taken over: from then on it has a history of its own, and what the
+    archive had that it lacks was given up then."""
     origin = read_origin(store.disk, store.path)
     with store.manifest.read() as txn:
-        is_first = origin is not None and txn.owner_epoch() == origin.position.epoch
-    # Once it was taken over, the directory has a history of its own: a second takeover loses nothing of the archive's.
-    return Parent(origin.position.number, origin.at_ms) if origin is not None and is_first else Parent()
+        return origin if origin is not None and txn.owner_epoch() == origin.position.epoch else None
 
 
 def seal_former(store: Store) -> None:

@@ -25,7 +25,8 @@ from quire.manifest.ops import (
 from quire.manifest.ops.base import Op
 
 _MODULES = (
-    base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local, retired, timeline
+    base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local,
+    retired, timeline
 )  # fmt: skip
 _CLASSES = dict.fromkeys(
     kind
