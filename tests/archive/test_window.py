@@ -20,6 +20,7 @@ from quire.durable.failpoints import armed
 from quire.jobs.archive_window import ArchiveWindow, retired
 from quire.objects.open import open_store
 from quire.store import opening
+from quire.store.archive_audit import audit_bucket
 from quire.store.restoring import restore
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -35,6 +36,8 @@ class World:
         self.bucket = str(path / "bucket")
         self.clock = ManualClock()
         self.restores = 0
+        self.lost: set[str] = set()
+        """Objects that moments of the archive lack, because it was switched off."""
 
     def open(self, *, mode: str = "async", retain_seconds: float = 2 * HOUR) -> Store:
         archive = ArchiveSettings(
@@ -234,6 +237,7 @@ def test_with_archiving_off_nothing_waits_and_what_waited_goes_with_the_next_rou
         assert names
     with world.open(mode="off") as store:
         assert waiting(store) == names
+        there = world.objects("e/")
         store.maintain()
         assert not waiting(store)
         assert not set(names) & world.objects("e/")
@@ -243,6 +247,7 @@ def test_with_archiving_off_nothing_waits_and_what_waited_goes_with_the_next_rou
         store.maintain()
         assert not waiting(store)
         assert world.objects("e/") < gone
+        world.lost = (there | gone) - world.objects("e/")
     with world.open() as store:  # on again: a base, and everything from now on
         new_base(store)
         assert value_of(world.restored()) == 3
@@ -250,6 +255,7 @@ def test_with_archiving_off_nothing_waits_and_what_waited_goes_with_the_next_rou
         world.clock.advance(HOUR)
         store.maintain()
         assert waiting(store)
+    assert set(names) <= {row["artifact"] for row in audit_bucket(world.bucket).problems}, "the audit says what is lost"
 
 
 def test_a_clone_keeps_what_it_reads(world: World) -> None:
@@ -326,11 +332,13 @@ def test_after_a_takeover_the_former_epoch_is_trimmed_and_files_that_are_read_st
 
 @pytest.fixture(autouse=True)
 def sound(world: World) -> Iterator[None]:
-    """Every store is sound at the end."""
+    """Every store is sound at the end, and so is its archive."""
     yield
     if os.path.isdir(world.path / "store"):
         with quire.open(str(world.path / "store"), "r") as store, store.manifest.read():
             assert not store.manifest.check()
+        audit = audit_bucket(world.bucket)
+        assert ({row["artifact"] for row in audit.problems} - world.lost, audit.orphans) == (set(), [])
 
 
 def test_settings_are_those_of_the_page() -> None:

@@ -48,6 +48,16 @@ def store_ids(store: ObjectStore) -> list[str]:
     return [prefix.strip("/") for prefix in store.list_prefixes("")]
 
 
+def the_store(store: ObjectStore) -> str:
+    """The one store that has something in a bucket."""
+    known = store_ids(store)
+    if len(known) == 1:
+        return known[0]
+    if not known:
+        raise ObjectNotFound("there is no store in this bucket", hint="check the URL and its prefix", store=store.url)
+    raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=known)
+
+
 def epochs(store: ObjectStore, store_id: str) -> list[int]:
     """The owner epochs that have an archive, oldest first."""
     names = (prefix.rstrip("/").rsplit("/", 1)[-1] for prefix in store.list_prefixes(archive_prefix(store_id)))
@@ -102,7 +112,9 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
             if number is not None:
                 header = header_of(store, store_id, usable[number])
                 if header.restorable != NONE and header.base >= usable[0].number:
-                    return _point(store, store_id, Position(current, header.restorable), usable[-1])
+                    point = _point(store, store_id, Position(current, header.restorable), usable[-1])
+                    if point.base.first_log >= usable[0].number:
+                        return point
             if usable[0].number:
                 break  # trimmed: what was before is out of the window
             candidate = header_of(store, store_id, usable[0]).parent

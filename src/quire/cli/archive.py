@@ -12,6 +12,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 from quire.archive.moments import Moments, moments
+from quire.cli import archive_audit
 from quire.cli.command import Cli, CliResult, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
@@ -355,3 +356,7 @@ def _show_progress(step: str, done: int, total: int) -> None:
     end = "\n" if done == total else ""
     sys.stderr.write(f"\r{step}: {done:,} of {total:,} objects{end}")
     sys.stderr.flush()
+
+
+# ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+command("audit", archive, example="quire archive audit s3://my-bucket/shop")(archive_audit.audit)

@@ -115,15 +115,12 @@ class ArchiveWindow:
         """Delete what was retired before a moment, or everything; how many objects."""
         ctx, deleted = self._ctx, 0
         with ctx.manifest.read() as txn:
-            due = [
-                (digest, row)
-                for digest, row in retired(txn)
-                if (before_ms is None or row.since_ms <= before_ms)
-                and not self._is_kept(row.url or ctx.objects_url, row.name, row.since_ms)
-            ]
+            due = [(digest, row) for digest, row in retired(txn) if before_ms is None or row.since_ms <= before_ms]
         by_url: dict[str, list[tuple[bytes, str]]] = {}
-        for digest, row in due:
-            by_url.setdefault(row.url or ctx.objects_url, []).append((digest, row.name))
+        for digest, row in due:  # not in the transaction: the bucket is asked
+            url = row.url or ctx.objects_url
+            if not self._is_kept(url, row.name, row.since_ms):
+                by_url.setdefault(url, []).append((digest, row.name))
         for url, objects in by_url.items():
             ours = ctx.collector.deletable(url, [name for _, name in objects])
             if len(ours) < len(objects):

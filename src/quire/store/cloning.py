@@ -26,7 +26,7 @@ from uuid import uuid4
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, find
+from quire.archive.chain import RestorePoint, find, the_store
 from quire.archive.clones import CloneRegistration, register, registrations, release
 from quire.archive.format import Position
 from quire.archive.replay import Replay, read_remote_files
@@ -49,7 +49,6 @@ from quire.store.restoring import (
     quiet_settings,
     replay_point,
     silent,
-    the_store,
     write_config,
 )
 

@@ -30,11 +30,14 @@ from quire.jobs.stats.job import Usage, stats_job, with_disk
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
+from quire.store.archive_audit import audit_bucket
 from quire.store.info import live_databases
+from quire.store.object_location import options_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from quire.jobs.archive_audit.audit import ArchiveAudit
     from quire.store.store import Store
     from quire.store.wiring import Wiring
 
@@ -143,6 +146,17 @@ class Heavy:
         with self._manifest.read() as txn:
             problems = list(check(txn, without=COUNTED_RULES))
         return audit_table(problems, self.damaged(), swept.result or {}, counted)
+
+    def audit_archive(self, *, runner: str = "", progress: Progress = no_tick) -> ArchiveAudit:
+        """Whether every moment that the archive has can be restored, by reading all of it from the bucket; and what else is
+        there. `audit.table()` has the differences as Arrow.
+
+        It compares the bucket with itself: `quire archive audit URL` does the same where the store's directory is lost.
+        """
+        url = self._store.objects_url
+        with self._manifest.read() as txn:
+            store_id, options = txn.store_id(), options_of(txn, self._store.settings, url)
+        return audit_bucket(url, store_id=store_id, options=options, runner=runner, progress=progress)
 
     @changes
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:

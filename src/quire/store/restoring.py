@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, base_events, epochs, find, header_of, log_events, store_ids
+from quire.archive.chain import RestorePoint, base_events, epochs, find, header_of, log_events, the_store
 from quire.archive.format import NO_DIGEST, AnyEvent, Header, Position
 from quire.archive.replay import Origin, Replay, write_origin
 from quire.archive.sealing import seal
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ObjectNotFound
+from quire.core.errors import InvalidInput
 from quire.core.settings import StoreSettings
 from quire.core.timeline import preceding
 from quire.durable import names
@@ -142,16 +142,6 @@ def restore(
 
 def silent(step: str, done: int, total: int) -> None:
     """Nobody looks."""
-
-
-def the_store(bucket: ObjectStore) -> str:
-    """The one store that has something in a bucket."""
-    known = store_ids(bucket)
-    if len(known) == 1:
-        return known[0]
-    if not known:
-        raise ObjectNotFound("there is no store in this bucket", hint="check the URL and its prefix", store=bucket.url)
-    raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=known)
 
 
 def replay_point(

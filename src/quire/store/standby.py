@@ -31,7 +31,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.archive import standby_state
-from quire.archive.chain import RestorePoint, epochs, find, header_of, log_positions
+from quire.archive.chain import RestorePoint, epochs, find, header_of, log_positions, the_store
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import FILES, Origin, Replay, write_origin
@@ -66,7 +66,6 @@ from quire.store.restoring import (
     quiet_settings,
     replay_point,
     silent,
-    the_store,
     write_config,
 )
 

@@ -106,6 +106,10 @@ def audit_archive(
     for _ in range(ATTEMPTS):
         audit = ArchiveAudit(store_id)
         listing = list_archive(store, store_id)
+        if not listing.epochs:
+            raise ObjectNotFound(
+                "this bucket has no archive of the store", hint="was `quire archive on` run?", store=store.url
+            )
         with tempfile.TemporaryDirectory(prefix="quire-audit-") as scratch:
             first = _First(store, store_id, audit)
             _audit(first, listing, scratch, choose, now_ms, progress)
@@ -139,6 +143,8 @@ class _First:
     retired: set[bytes] = field(default_factory=set)
     unneeded: set[bytes] = field(default_factory=set)
     """Those of `retired` that were so at the oldest moment."""
+    is_whole: bool = True
+    """Whether all rows could be read: else what is an orphan is not known."""
 
 
 def _audit(
@@ -161,9 +167,10 @@ def _audit(
     with RowImage(os.path.join(scratch, "manifest")) as rows:
         _read_log(first, line, oldest, rows, progress)
         with rows.read() as txn:
-            ancestors = {*txn.current_namespace()[1].ancestors, txn.owner_epoch()}
+            line_epochs = {*txn.current_namespace()[1].ancestors, txn.owner_epoch()} if first.is_whole else set()
     _read_objects(first, choose, progress)
-    _report_orphans(first, line, listing, ancestors, now_ms)
+    if first.is_whole:
+        _report_orphans(first, line, listing, line_epochs, now_ms)
 
 
 def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> None:
@@ -196,9 +203,11 @@ def _read_log(first: _First, line: Line, oldest: Oldest, rows: RowImage, progres
     for key, _, _ in oldest.base.parts:
         try:
             events = decode_object(first.store.get(key), key)[1]
-        except (Corruption, ObjectNotFound):
-            continue  # reported when its digest is compared
+        except (Corruption, ObjectNotFound):  # reported when its digest is compared
+            first.is_whole = False
+            continue
         _take(first, events, rows)
+    _take_base(first, oldest.base)
     for epoch, numbers in spans:
         digest: bytes | None = None
         for number in numbers:
@@ -221,6 +230,7 @@ def _read_log_object(
         header, events = decode_object(data, key)
     except (Corruption, ObjectNotFound) as error:
         audit.add(*_damage(error, key))
+        first.is_whole = False
         return None
     audit.objects += 1
     audit.size_bytes += len(data)
@@ -229,7 +239,12 @@ def _read_log_object(
     elif before is not None and header.parent_digest != before:
         audit.add("ALTERED", key, "the object before it is not the one whose digest it has", len(data))
     changed = _take(first, events, rows)
-    if is_moment and changed:
+    if not is_moment:
+        return hashlib.sha256(data).digest()
+    for event in events:
+        if isinstance(event, BaseEvent):  # one that was named before the oldest moment has been trimmed
+            _take_base(first, event)
+    if changed:
         with rows.read() as txn:
             for artifact in changed:
                 _take_row(first, txn, artifact, txn.artifact(artifact))
@@ -248,15 +263,16 @@ def _take(first: _First, events: Iterable[Any], rows: RowImage) -> list[Artifact
         match event:
             case ArtifactEvent():
                 first.named[event.key] = NamedObject(event.key, event.size, event.sha256)
-            case BaseEvent():
-                for key, size, digest in event.parts:
-                    first.named[key] = NamedObject(key, size, digest)
             case CommitEvent():
                 commits.append(event.tables)
                 changed += (key for table, puts, _ in event.tables for key in _artifacts(table, puts))
     if commits:
         rows.apply(commits)
     return changed
+
+
+def _take_base(first: _First, base: BaseEvent) -> None:
+    first.named.update((key, NamedObject(key, size, digest)) for key, size, digest in base.parts)
 
 
 def _artifacts(table: str, puts: Iterable[tuple[bytes, bytes]]) -> Iterator[ArtifactKey]:
@@ -289,6 +305,9 @@ def _take_row(first: _First, txn: ReadTxn, key: ArtifactKey, row: Any) -> None:
         return  # removed in the same cut, or another artifact's bytes
     own = first.store.url
     namespace = txn.namespace(row.namespace_id) if row.namespace_id else None
+    if row.namespace_id and namespace is None:
+        first.is_whole = False  # its row was in what could not be read
+        return
     url, name = remote_name(key, row, namespace, own)
     if row.residency is Residency.LOCAL:
         first.announced.add((url, name))
