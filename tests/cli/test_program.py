@@ -45,7 +45,7 @@ def test_the_commands_are_these() -> None:
         "feed cursors", "feed resume", "feed drop", "manifest check", "manifest tables", "manifest dump",
         "manifest inspect", "manifest verify", "manifest mode", "manifest bundle", "quarantine ls",
         "quarantine restore", "quarantine rm", "archive on", "archive off", "archive status",
-        "archive drill", "objects moved", "namespace create", "namespace ls", "namespace drop",
+        "archive drill", "archive audit", "objects moved", "namespace create", "namespace ls", "namespace drop",
     ]  # fmt: skip
 
 

@@ -84,7 +84,11 @@ def on(
 
 @command("off", archive, example="quire archive off")
 def off(cli: Cli) -> Note:
-    """End archiving. What is in the bucket stays, and can be restored, but is no longer kept up to date."""
+    """End archiving. What is in the archive stays, but is no longer kept up to date.
+
+    Objects that were kept only for past moments are deleted by the next round of maintenance: those moments can then no longer
+    be restored.
+    """
     root = os.path.abspath(cli.path)
     was = cli.settings().archive.mode
     change_config(OsDisk(), root, {("archive", "mode"): "off"})
