@@ -19,7 +19,7 @@ from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
 ROWS = [
     "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "quarantine", "manifest",
-    "verification", "jobs", "readers", "map", "clock", "session", "objects",
+    "verification", "jobs", "readers", "map", "clock", "session", "archive", "objects",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 
+from quire.cli.archive import state_text
 from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
@@ -47,8 +48,9 @@ from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
 from quire.service.sockets import find_owner
 from quire.spark.java import find_java
+from quire.store.info import archive_beside
 from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
-from quire.store.object_location import NOT_NEEDED, open_place, state_beside
+from quire.store.object_location import NOT_NEEDED, is_inside, open_place, place_of, state_beside
 from quire.store.object_location import options_of as place_options
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ FREE_BYTES_MIN = GIB
 READERS_FILL_MAX = 0.8
 CLOCK = SystemClock()
 CLOCK_SLACK_MS = 2_000
+DRILL_DAYS_MAX = 30
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,7 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
         yield _probed("clock", lambda: _clock(manifest))
         root = os.path.dirname(path)
         yield _probed("session", lambda: _session(manifest, root, with_objects=with_objects))
+        yield _probed("archive", lambda: _archive(manifest, root))
         with manifest.read() as txn:
             followed = [row.path for _, row in txn.scan(t.FOLLOWED_FILES)]
             places = [
@@ -402,6 +406,43 @@ def _followed(root: str, paths: list[str]) -> CheckResult:
         hint = "restore the file, or run `quire sqlite unfollow DB`"
         return CheckResult("followed files", "warn", trouble[0] + more, hint)
     return CheckResult("followed files", "ok", f"{count_of(len(paths), 'SQLite file')}; {running}")
+
+
+# ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _archive(manifest: ManifestStore, root: str) -> CheckResult:
+    """Whether losing this disk now would lose anything, and what to do."""
+    settings = read_config(OsDisk(), root, None)
+    if (owner := find_owner(root)) is not None:
+        with owner:
+            status = owner.info().archive
+    else:
+        with manifest.read() as txn:
+            state = state_beside(txn, OsDisk(), root, settings.object_store)
+            status = archive_beside(txn, root, settings, state, manifest.env.last_txn_id())
+    if status is None:
+        detail = "off: losing this disk loses everything since the last backup"
+        if is_inside(root, place_of(root, settings.object_store)):
+            return CheckResult("archive", "ok", detail, "a bucket outside the directory can keep the whole store")
+        return CheckResult("archive", "warn", detail, "`quire archive on` keeps the whole store in its bucket")
+    detail = f"{status.mode}; {state_text(status)}"
+    match status.state:
+        case "fenced":
+            return CheckResult("archive", "fail", detail, "write to the new owner, or run `quire takeover` here")
+        case "behind" | "stopped":
+            return CheckResult(
+                "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows what waits"
+            )
+        case "no base":
+            return CheckResult("archive", "warn", detail, "wait until `quire archive status` says archived")
+        case "not closed cleanly":
+            return CheckResult("archive", "warn", detail, "open the store, or run `quire archive on`")
+    drill = status.last_drill
+    if drill is not None and not drill.is_good:
+        return CheckResult("archive", "fail", f"{detail}; the last drill failed: {drill.problems[0]}", "keep this disk")
+    if drill is None or CLOCK.now_ms() - drill.at_ms > DRILL_DAYS_MAX * 86_400_000:
+        last = "no drill yet" if drill is None else f"the last drill was {span(CLOCK.now_ms() - drill.at_ms)} ago"
+        return CheckResult("archive", "ok", f"{detail}; {last}", "`quire archive drill` tries a restore")
+    return CheckResult("archive", "ok", f"{detail}; last drill passed {span(CLOCK.now_ms() - drill.at_ms)} ago")
 
 
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,6 +23,7 @@ from prometheus_client.core import InfoMetricFamily as Info
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from quire.archive.metrics import ArchiveCollector
 from quire.lsm.metrics import KvCollector
 from quire.manifest import tables as t
 from quire.manifest.metrics import ManifestCollector
@@ -154,6 +155,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
         KvCollector(partial(kv_stats, sight)),
         StreamCollector(partial(stream_infos, sight), sight.log_figures),
         StoreCollector(sight),
+        ArchiveCollector(lambda: sight.info().archive, sight.clock.now_ms),
         FlightCollector(sight),
         WebCollector(figures),
     )

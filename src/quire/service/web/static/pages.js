@@ -27,6 +27,7 @@ export const overview = {
         ["Readers", number(data.readers), "holding a version open"],
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
         ["Changes", number(store.newest_change), lag ? `${number(lag)} changes behind` : data.cursors.length ? "all followers are up to date" : "no followers"],
+        ["Archive", ...archiveTile(store.archive)],
         ["Owner", `epoch ${number(store.owner_epoch)}`, store.owner_session ? `session ${number(store.owner_session)}, ${store.owner_state}` : store.owner_state, store.owner_state === "fenced" ? "bad" : undefined],
         ["Damaged", number(damaged), `of ${plural(Object.values(data.verified).reduce((sum, each) => sum + each, 0), "artifact")}`, damaged ? "bad" : "good"],
       ),
@@ -40,6 +41,16 @@ export const overview = {
     ];
   },
 };
+
+// What losing the disk now would mean: the words of `quire archive status`.
+function archiveTile(archive) {
+  if (!archive) return ["off", "losing this disk loses the store: quire archive on", "warn"];
+  const drill = archive.last_drill ? (archive.last_drill.problems.length ? "last drill failed" : "last drill passed") : "no drill yet";
+  const bad = ["behind", "fenced", "stopped"].includes(archive.state) || (archive.last_drill && archive.last_drill.problems.length);
+  const waiting = archive.memory_bytes + archive.backlog_bytes;
+  const lag = archive.lag_seconds >= 1 ? `${archive.lag_seconds.toFixed(1)} s behind, ${bytes(waiting)} waiting` : `${archive.mode}, ${drill}`;
+  return [archive.state, lag, bad ? "bad" : archive.state === "archived" ? "good" : undefined];
+}
 
 function databaseRow(each, ui) {
   const isPages = each.kind === "pages";

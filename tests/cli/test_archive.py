@@ -1,0 +1,196 @@
+"""`quire archive`, `quire restore-store` and `quire takeover --discard`: what a person sees, and that it holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cli.completion import WORDS
+from quire.store.config_edit import with_setting
+from tests.cli.conftest import Run
+from tests.manifest.helpers import eventually
+from tests.rules.tree import SRC
+
+TOML = """\
+# ours
+object_store = "{bucket}"   # on another disk
+
+[archive]
+# mode = "off"  # the mode
+interval_seconds = 0.05
+"""
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def shop(tmp_path: Path, bucket: Path) -> Path:
+    """A store with a bucket of its own, archiving off."""
+    root = tmp_path / "shop"
+    root.mkdir()
+    (root / "quire.toml").write_text(TOML.format(bucket=bucket))
+    with quire.open(root) as store:
+        store.sqlite("orders", create=True).execute("create table t(a)")
+        store.kv("cart", create=True).put(b"alice", b"3 apples")
+        store.stream("clicks", create=True).append([b"one", b"two"]).result()
+    return root
+
+
+def test_on_edits_the_configuration_and_uploads_everything(run: Run, shop: Path, bucket: Path) -> None:
+    ended = run("archive", "on", at=shop)
+    assert ended.code == 0, ended.err
+    assert "archive.mode is async now; the whole store is in" in ended.out
+    text = (shop / "quire.toml").read_text()
+    assert text == TOML.format(bucket=bucket).replace('# mode = "off"  # the mode', 'mode = "async"  # the mode')
+    status = run("archive", "status", "--json", at=shop).data
+    assert (status["mode"], status["state"], status["safe"]) == ("async", "closed", True)
+    assert status["bucket_oldest_at_ms"] <= status["bucket_newest_at_ms"] > 0
+    shutil.rmtree(shop)
+    assert run("restore-store", str(bucket), str(shop), "--takeover", at=None).code == 0
+    assert run("kv", "get", "cart", "alice", at=shop).out == "3 apples\n"
+
+
+def test_on_refuses_objects_inside_the_store(run: Run, path: Path) -> None:
+    before = (path / "quire.toml").read_bytes()
+    ended = run("archive", "on")
+    assert ended.code == 2
+    assert "the object store is inside the store's directory" in ended.err
+    assert "set object_store to it" in ended.err.replace("\n       ", " ")
+    assert (path / "quire.toml").read_bytes() == before
+
+
+def test_on_refuses_an_unknown_mode(run: Run, shop: Path) -> None:
+    ended = run("archive", "on", "--mode", "later", at=shop)
+    assert (ended.code, "use async or sync" in ended.err) == (2, True)
+
+
+@contextmanager
+def owned(shop: Path, *, serving: bool) -> Iterator[None]:
+    """The store has an owner, which is another process; it is killed when the test is done with it."""
+    if serving:
+        command = [sys.executable, "-m", "quire", "serve", "--store", str(shop)]
+    else:
+        program = f"import quire, time; s = quire.open({str(shop)!r}); print('open', flush=True); time.sleep(600)"
+        command = [sys.executable, "-c", program]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline()
+            yield
+        finally:
+            owner.kill()
+
+
+def test_a_running_owner_must_be_restarted(run: Run, shop: Path) -> None:
+    with owned(shop, serving=False):
+        ended = run("archive", "on", "--mode", "sync", "--json", at=shop)
+        assert ended.data["restart_owner"] is True
+        assert run("archive", "status", "--json", at=shop).data["state"] == "owned"
+    ended = run("archive", "off", "--json", at=shop)
+    assert ended.data == {"mode": "off", "was": "sync", "restart_owner": False}
+    assert run("archive", "status", "--json", at=shop).data == {"mode": "off"}
+
+
+def test_status_of_a_store_that_was_killed(run: Run, shop: Path) -> None:
+    run("archive", "on", at=shop)
+    program = f"import os, quire; s = quire.open({str(shop)!r}); s.kv('cart').put(b'x', b'y'); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60, check=False)
+    status = run("archive", "status", "--json", at=shop).data
+    assert (status["state"], status["safe"]) == ("not closed cleanly", False)
+    doctor = {row["check"]: row for row in run("doctor", "--json", at=shop).data}
+    assert doctor["archive"]["state"] == "warn"
+
+
+def test_drill_without_an_owner_and_without_an_archive(run: Run, shop: Path) -> None:
+    ended = run("archive", "drill", at=shop)
+    assert (ended.code, "run `quire archive on`" in ended.err) == (4, True)
+    run("archive", "on", at=shop)
+    ended = run("archive", "drill", "--json", at=shop)
+    assert (ended.code, ended.data["passed"], ended.data["databases"]) == (0, True, 3)
+    status = run("archive", "status", at=shop)
+    assert "passed, restored in" in status.out
+    assert list((shop / "scratch").iterdir()) == []
+
+
+def test_status_and_drill_ask_the_owner_that_serves(run: Run, shop: Path) -> None:
+    run("archive", "on", at=shop)
+    with owned(shop, serving=True):
+        assert run("kv", "put", "cart", "bob", "a pear", at=shop).code == 0
+        assert eventually(lambda: run("archive", "status", "--json", at=shop).data["state"] == "archived", 60)
+        status = run("archive", "status", "--json", at=shop).data
+        assert status["puts"] > 0
+        ended = run("archive", "drill", "--json", at=shop)
+        assert (ended.code, ended.data["passed"]) == (0, True), ended
+
+
+def test_restore_into_the_past_claims_nothing_and_takes_over_only_with_discard(
+    run: Run, shop: Path, bucket: Path, tmp_path: Path
+) -> None:
+    run("archive", "on", at=shop)
+    time.sleep(0.02)
+    then = time.time()
+    time.sleep(0.02)
+    run("kv", "put", "cart", "alice", "gone", at=shop)
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(then)) + f"{then % 1:.3f}"[1:]
+    old = tmp_path / "old"
+    ended = run("restore-store", str(bucket), str(old), "--at", at, "--json", at=None)
+    assert ended.code == 0, ended.err
+    assert "quire takeover --discard" in ended.data["next"]
+    assert run("kv", "put", "cart", "carol", "x", at=old).code != 0, "it is nobody's yet"
+    assert run("kv", "put", "cart", "dave", "x", at=shop).code == 0, "the owner continues"
+    refused = run("takeover", "--yes", at=old)
+    assert (refused.code, "--discard" in refused.err) == (4, True)
+    assert run("takeover", "--discard", "--yes", at=old).code == 0
+    assert run("kv", "get", "cart", "alice", at=old).out == "3 apples\n"
+    fenced = run("kv", "put", "cart", "erin", "x", at=shop)
+    status = run("archive", "status", "--json", at=shop)
+    assert fenced.code != 0 or status.data["fenced"]
+
+
+def test_mistakes_of_a_restore_are_explained(run: Run, shop: Path, bucket: Path, tmp_path: Path) -> None:
+    run("archive", "on", at=shop)
+    assert "is not empty" in run("restore-store", str(bucket), str(shop), at=None).err
+    assert (
+        "does not reach back"
+        in run("restore-store", str(bucket), str(tmp_path / "a"), "--at", "2001-01-01", at=None).err
+    )
+    assert "no store in this bucket" in run("restore-store", str(tmp_path / "empty"), str(tmp_path / "b"), at=None).err
+    assert (
+        "plain HTTP"
+        in run("restore-store", "s3://b/p", str(tmp_path / "c"), "--endpoint", "http://127.0.0.1:9", at=None).err
+    )
+
+
+def test_info_shows_the_archive(run: Run, shop: Path) -> None:
+    assert "archive       off" in run("info", at=shop).out
+    run("archive", "on", at=shop)
+    assert "archive       async; everything is in the bucket" in run("info", at=shop).out
+
+
+def test_modes_are_completed() -> None:
+    assert WORDS["ARCHIVEMODE"] == ("async", "sync")
+
+
+@pytest.mark.parametrize("text", ['archive.mode = "off"\n', 'archive = { mode = "off" }\n'])
+def test_a_configuration_that_cannot_be_edited_is_refused(text: str) -> None:
+    with pytest.raises(quire.InvalidConfig, match="cannot be edited automatically"):
+        with_setting(text, "archive", "mode", "async")
+
+
+def test_values_are_quoted_and_comments_stay() -> None:
+    text = with_setting('object_store = "a#b" # here\n\n[objects]\n', "", "object_store", 'c"d\\e')
+    assert text == 'object_store = "c\\"d\\\\e" # here\n\n[objects]\n'
+    assert with_setting("[objects]\n", "objects", "allow_http", True) == "[objects]\nallow_http = true\n"
