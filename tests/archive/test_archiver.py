@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.archive import bases
 from quire.archive.format import Position
 from quire.core.errors import AccessDenied, NotArchived
 from quire.core.limits import MIB
@@ -77,7 +78,8 @@ def test_work_goes_on_while_the_bucket_is_away_and_nothing_is_lost(tmp_path: Pat
         assert w.archiver.last_error
         gate.is_away = False
         w.archived()
-        assert (w.archiver.lag_seconds(), w.archiver.last_error) == (0.0, "")
+        until(lambda: w.archiver.lag_seconds() == 0.0)
+        assert w.archiver.last_error == ""
         expected = contents(w.store)
     assert read(w.restore()) == expected
 
@@ -96,7 +98,7 @@ def test_the_lag_is_shown_when_the_bucket_never_answered(tmp_path: Path) -> None
     bucket.unlink()
     os.rename(away, bucket)
     w.archived()
-    assert w.archiver.lag_seconds() == 0.0
+    until(lambda: w.archiver.lag_seconds() == 0.0)
     w.close()
 
 
@@ -311,3 +313,26 @@ def test_settings_given_to_open_are_those_of_the_archive(tmp_path: Path) -> None
         expected = contents(store)
     quire.restore(str(tmp_path / "bucket"), tmp_path / "restored")
     assert read(tmp_path / "restored") == expected
+
+
+def test_a_base_that_waits_for_the_bucket_holds_no_transaction_of_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB uses no page again that an open reader may see: an outage during a base would have filled the map."""
+    monkeypatch.setattr(bases, "OBJECT_BYTES", 1_000)  # parts end in the middle of the manifest's rows
+    with world(tmp_path, base_seconds=0.3) as w:
+        fill(w.store, 0)
+        w.archived()
+        gate = Gate(w.archiver)
+        gate.before = lambda key: gate.held.clear() if "/base/" in key else None
+        start = 1000
+        while gate.held.is_set():
+            fill(w.store, start, 1)
+            start += 1
+        readers = [thread for _, thread in w.store.manifest.env.gate.unreported(0.0)]
+        gate.before = lambda _: None
+        gate.held.set()
+        w.archived()
+        expected = contents(w.store)
+    assert not [thread for thread in readers if "archive" in thread]
+    assert read(w.restore()) == expected

@@ -164,3 +164,17 @@ def test_an_unknown_file_is_passed_over_only_before_the_base_counts(event: AnyEv
         replay.apply([BaseEvent(0, ())])
         with pytest.raises(Corruption, match="never made"):
             replay.apply([event])
+
+
+def test_a_file_that_got_another_name_while_a_base_was_read_is_in_it(tmp_path: Path) -> None:
+    """The walk had listed the first name, which was removed; the second came too late for its list."""
+    root, queue = tmp_path / "owner", EventQueue()
+    (root / FOLDER).mkdir(parents=True)
+    disk = Recorder(OsDisk(), str(root), queue, lambda *_: None)
+    former, name = str(root / NAMES[0]), str(root / NAMES[1])
+    write_atomic(disk, former, b"content")
+    taken(queue)
+    disk.watch_renames()
+    disk.link(former, name)
+    disk.remove(former)
+    assert list(disk.renamed().values()) == [name]

@@ -34,30 +34,26 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import count
 
-from quire.archive.bases import everything
+from quire.archive.artifacts import Artifacts
+from quire.archive.bases import write_base
 from quire.archive.chain import last_object
 from quire.archive.format import (
     NONE,
     OBJECT_BYTES,
     AnyEvent,
-    ArtifactEvent,
     BaseEvent,
     CommitEvent,
     Header,
     Kind,
     Position,
-    base_key,
     decode_header,
     encode_object,
-    file_key,
     log_key,
 )
 from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, PendingBase, Slot
-from quire.archive.recorder import SPOOL, Recorder, sha256_of
-from quire.archive.remote_files import number_of, remote_at
-from quire.archive.replay import parent_of_epoch
+from quire.archive.recorder import SPOOL, Recorder
+from quire.archive.sealing import begin_log, fenced_by
 from quire.archive.standbys import StandbyWatch
 from quire.archive.state import ArchiveState, take_state, write_state
 from quire.archive.status import ArchiveStatus, DrillRecord, Figures, Traffic, read_drill, status_of
@@ -95,7 +91,7 @@ class Archiver:
         confirm: Callable[[], None],
         drill: Callable[[], DrillRecord] | None = None,
     ) -> None:
-        """`confirm` asks the bucket whether the store is still ours, and raises `StoreFenced` if not."""
+        """`confirm` asks the bucket whether the store is still ours: `StoreFenced` if not."""
         # constant after construction
         self.queue = EventQueue()
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
@@ -111,6 +107,7 @@ class Archiver:
         self._drill = drill
         self._store_id, self._epoch = "", 0  # constant after `start`
         self._spool = os.path.join(root, SPOOL)
+        self._artifacts = Artifacts(disk, self._spool)
         # guarded by _lock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -132,7 +129,6 @@ class Archiver:
         self._failure: QuireError | None = None
         self.last_error = ""
         # the cutting thread's own, read by others for people
-        self._numbers = count()
         self._next: Position | None = None
         self._parent = Position(0, 0)
         self._digest = b""
@@ -145,8 +141,6 @@ class Archiver:
         """Where the last base begins: another one there would overwrite parts that the log is about to name."""
         self._base_began = float("-inf")
         self._base_bytes = self._log_bytes = self._base_at_ms = 0
-        self._artifacts: dict[tuple[int, int, int], tuple[str, bytes]] = {}
-        """(inode, size, time of change) → (object name, SHA-256) of those that were handed over."""
         self._memory_bytes = self._backlog_bytes = 0
         self.traffic = Traffic()
         self._last_cut_ms = self._restorable_ms = 0
@@ -157,7 +151,7 @@ class Archiver:
         """Continue where the last life ended if nothing was changed since; else begin with a base. Asks no bucket."""
         with self._manifest.read() as txn:
             self._store_id, self._epoch = txn.store_id(), txn.owner_epoch()
-        self._sweep_spool()
+        self._artifacts.sweep()
         state = take_state(self._disk, self._root)
         if state is not None and not state.continues(self._store_id, self._epoch, self._manifest.env.last_txn_id()):
             state = None
@@ -172,9 +166,8 @@ class Archiver:
         self._manifest.writer.archive = self
         self._manifest.writer.record_rows()
         for run, name in ((self._run_cuts, "quire-archive"), (self._run_puts, "quire-archive-put")):
-            thread = threading.Thread(target=run, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+            self._threads[-1].start()
         self.standbys.start(self._store_id)
 
     def close(self) -> bool:
@@ -208,11 +201,6 @@ class Archiver:
         self.queue.close()
         return is_done
 
-    def _sweep_spool(self) -> None:
-        with suppress(FileNotFoundError):
-            for name in self._disk.names(self._spool):
-                self._disk.remove(os.path.join(self._spool, name))
-
     # ── whoever changes something ─────────────────────────────────────────────────────────────────────────────────────
     def reserve(self) -> Slot:
         """A commit of the manifest is about to be made (`manifest.writer.CommitLog`)."""
@@ -223,17 +211,8 @@ class Archiver:
         slot.fill(CommitEvent(tuple(written)))
 
     def _artifact_complete(self, path: str, relative: str) -> None:
-        """A table or compressed segment has its name. It gets a second one below archive/, because it may be removed before it
-        is uploaded."""
-        if (remote := remote_at(self._disk, path)) is not None:
-            self.queue.append(ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256))
-            return
-        status = os.stat(path)
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        kept = os.path.join(self._spool, f"{next(self._numbers):x}.file")
-        self._disk.make_dirs(self._spool)
-        self._disk.link(path, kept)
-        self.queue.append(PendingArtifact(relative, kept, identity))
+        """A table or compressed segment has its name."""
+        self.queue.append(self._artifacts.keep(path, relative))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when everything that was done before this call is in the bucket."""
@@ -344,6 +323,9 @@ class Archiver:
         """Where the log of this epoch ends, in the bucket; whether that is known now."""
         try:
             last = last_object(self._objects(), self._store_id, self._epoch)
+            if last is None:
+                now_ms = self._clock.now_ms()
+                parent = begin_log(self._objects(), self._disk, self._root, self._store_id, self._epoch, now_ms)
         except (Unavailable, QuireError) as error:
             if isinstance(error, StoreFenced):
                 raise
@@ -355,11 +337,11 @@ class Archiver:
             return False
         if last is None:
             self._next = Position(self._epoch, 0)
-            self._digest, self._parent = parent_of_epoch(self._disk, self._root, self._store_id, self._epoch)
+            self._parent, self._digest = parent
         else:
             key, header, digest = last
             if header.kind is Kind.SEAL:
-                raise self._fenced_by(header, key)
+                raise fenced_by(header, key)
             self._next = Position(self._epoch, header.position.number + 1)
             self._digest = digest
             self._restorable, self._base = header.restorable, header.base
@@ -465,11 +447,10 @@ class Archiver:
             self._has_base = False
         for outgoing in dropped:
             self._forget(outgoing)
-        lost = {key for outgoing in dropped for key, _ in outgoing.artifacts}  # the next base uploads these files
-        self._artifacts = {identity: known for identity, known in self._artifacts.items() if known[0] not in lost}
+        self._artifacts.forget(key for outgoing in dropped for key, _ in outgoing.artifacts)
         for entry in self.queue.drop():
             if isinstance(entry, PendingArtifact):
-                self._remove(entry.kept)
+                self._artifacts.discard(entry.kept)
         self._needs_base, self._base_first = True, None
         self._base_began = float("-inf")
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
@@ -477,11 +458,9 @@ class Archiver:
     def _start_over(self) -> None:
         """A name of the log was taken by an object of a former life: look for the end again, and begin with a base."""
         with self._lock:
+            waiting = list(self._outbox)
             self._outbox.clear()
-            self._memory_bytes = self._backlog_bytes = 0
-        self._sweep_spool()
-        self._artifacts = {}
-        self._break_chain("an object of a former life arrived late")
+        self._break_chain("an object of a former life arrived late", *waiting)
         with self._lock:
             self._next, self._is_misplaced = None, False
             self._changed.notify_all()
@@ -493,15 +472,12 @@ class Archiver:
             return event.base if event.breaks == self._breaks else None
         if not isinstance(event, PendingArtifact):
             return event
-        inode, size, changed = event.identity
-        known = self._artifacts.get(event.identity)
-        if known is None:
-            known = (file_key(self._store_id, position, f"{inode:x}-{size:x}-{changed:x}"), sha256_of(event.kept))
-            self._artifacts[event.identity] = known
-            artifacts.append((known[0], event.kept))
+        resolved, upload = self._artifacts.taken(event, self._store_id, position)
+        if upload is None:
+            self._artifacts.discard(event.kept)
         else:
-            self._remove(event.kept)
-        return ArtifactEvent(inode, event.path, known[0], size, known[1])
+            artifacts.append(upload)
+        return resolved
 
     # ── bases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _begin_base_if_due(self) -> None:
@@ -511,9 +487,8 @@ class Archiver:
         since = now - self._base_began
         outweighs = self._log_bytes > max(self._base_bytes, FIRST_LOG_BYTES) and since >= BASE_PAUSE_SECONDS
         is_old = since >= self.settings.base_seconds and self._log_bytes > 0
-        if self._next is None or not (outweighs or is_old or self._needs_base):
-            return
-        if self._needs_base and since < RETRY_SECONDS[2]:
+        is_due = since >= RETRY_SECONDS[2] if self._needs_base else outweighs or is_old
+        if self._next is None or not is_due:
             return
         self._base_began, self._base_at_ms = now, self._clock.now_ms()
         self._base_thread = threading.Thread(target=self._run_base, name="quire-archive-base", daemon=True)
@@ -539,53 +514,29 @@ class Archiver:
 
     def _write_base(self) -> None:
         """Read everything while the store goes on. What is read too late or too early, the log from `first` on puts right."""
-        first, breaks = self._next, self._breaks
-        if first is None:
-            return
-        self._base_first = first
-        parts: list[tuple[str, int, bytes]] = []
-        held: list[AnyEvent] = []
-        size = 0
-        self.recorder.watch_renames()
-        try:
-            hit("archive.base.begun")
-            for event in everything(
-                self._manifest, self._disk, self._root, self.recorder, partial(self._artifact_in_base, first)
-            ):
-                held.append(event)
-                size += event.size_bytes()
-                if size >= OBJECT_BYTES:
-                    parts.append(self._put_part(first, len(parts), held))
-                    held, size = [], 0
-            parts.append(self._put_part(first, len(parts), held))
-        finally:
-            self.recorder.end_watch()
-        hit("archive.base.put")
-        self.queue.append(PendingBase(BaseEvent(first.number, tuple(parts)), breaks))
-        with self._lock:  # whoever waits in mode `sync` waits for this one, too
-            self._changed.notify_all()
+        breaks = self._breaks
+        if (first := self._next) is not None:
+            self._base_first = first
+            base = write_base(self, first, self._store_id, self._manifest, self._disk, self._root)
+            self.queue.append(PendingBase(base, breaks))
+            with self._lock:  # whoever waits in mode `sync` waits for this one, too
+                self._changed.notify_all()
 
-    def _put_part(self, first: Position, number: int, events: list[AnyEvent]) -> tuple[str, int, bytes]:
+    def put_part(self, key: str, events: list[AnyEvent], first: Position) -> tuple[str, int, bytes]:
+        """Upload a part of a base, however long that takes: its name, size and digest (`bases.BaseSink`)."""
         header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
         data = encode_object(header, events)
-        key, digest = base_key(self._store_id, first, number), hashlib.sha256(data).digest()
         self._until_it_answers(lambda: self._objects().put(key, data))
         self.traffic.count(len(data))
-        return key, len(data), digest
+        return key, len(data), hashlib.sha256(data).digest()
 
-    def _artifact_in_base(self, first: Position, path: str, relative: str) -> AnyEvent:
-        """The event of a file that never changes, which is uploaded now if it was not."""
-        if (remote := remote_at(self._disk, path)) is not None:
-            return ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256)
-        status = os.stat(path)
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        known = self._artifacts.get(identity)
-        if known is None:
-            name = f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
-            known = (file_key(self._store_id, first, name), sha256_of(path))
-            self._until_it_answers(lambda: self._put_artifact(known[0], path))
-            self._artifacts[identity] = known
-        return ArtifactEvent(status.st_ino, relative, known[0], status.st_size, known[1])
+    def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
+        """The event of a file that never changes, which is uploaded now if it was not (`bases.BaseSink`)."""
+
+        def upload(key: str, path: str) -> None:
+            self._until_it_answers(lambda: self._put_artifact(key, path))
+
+        return self._artifacts.in_base(path, relative, self._store_id, first, upload)
 
     # ── the uploading thread ──────────────────────────────────────────────────────────────────────────────────────────
     def _run_puts(self) -> None:
@@ -625,7 +576,7 @@ class Archiver:
             self._put_artifact(key, path)
             hit("archive.artifact.put")
             outgoing.artifacts.pop(0)
-            self._remove(path)
+            self._artifacts.discard(path)
         data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
         key = log_key(self._store_id, outgoing.position)
         hit("archive.log.before")
@@ -634,7 +585,7 @@ class Archiver:
         except AlreadyExists:
             header = decode_header(self._objects().get(key), key)
             if header.kind is Kind.SEAL:
-                raise self._fenced_by(header, key) from None
+                raise fenced_by(header, key) from None
             self._confirm()
             with self._lock:
                 self._is_misplaced = True
@@ -657,11 +608,7 @@ class Archiver:
         """Remove what waited on disk for this object."""
         for path in (outgoing.path, *(path for _, path in outgoing.artifacts)):
             if path:
-                self._remove(path)
-
-    def _remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._disk.remove(path)
+                self._artifacts.discard(path)
 
     def _until_it_answers(self, attempt: Callable[[], object]) -> None:
         """Try until the bucket answers. Everything but being fenced is taken for an outage: nothing else may end an archive."""
@@ -680,12 +627,10 @@ class Archiver:
                     self._changed.wait(pause)
 
     # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _fenced_by(self, header: Header, key: str) -> StoreFenced:
-        what = f"owner epoch {header.successor or header.position.epoch} has taken this store over"
-        return StoreFenced(what, hint="write to the new owner; this directory opens with mode='r'", key=key)
-
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, QuireError) else NotArchived(f"the archiver stopped: {error!r}")
+        if isinstance(error, StoreFenced):
+            self._fence(error)  # before whoever waits is told: what it does next is refused
         with self._lock:
             self._failure = self._failure or failure
             self._changed.notify_all()
@@ -693,7 +638,10 @@ class Archiver:
         self.queue.close()  # nobody takes from it; after `_failure`, or `wait` would believe its end
         emit_safely("error", "archive.stopped", error=str(error))
         if isinstance(error, StoreFenced):
-            self._fence(error)
+            with suppress(
+                QuireError
+            ):  # the directory remembers its successor, so that the next opening is refused at once
+                self._confirm()
 
     def _note(self, error: BaseException) -> None:
         if not self.last_error:

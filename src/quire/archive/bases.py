@@ -2,7 +2,8 @@
 
 Nothing is held or locked. What is read too early or too late, the log from the object on that was due when the reading began
 puts right: events say what is there afterwards, and files are known by inode. A file that is renamed while directories are read
-may be missed under both names; the recorder remembers those, and they are read at the end.
+may be missed under both names; the recorder remembers those, and they are read at the end. Rows are read in many short
+transactions: one that waits for the bucket would keep LMDB from using any page again.
 
 Threads: the base's own. Raises what manifest, disk and object store raise.
 """
@@ -12,10 +13,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from typing import Protocol
 
-from quire.archive.format import AnyEvent, CommitEvent, DirectoryEvent
+from quire.archive.format import (
+    OBJECT_BYTES,
+    AnyEvent,
+    BaseEvent,
+    CommitEvent,
+    DirectoryEvent,
+    Position,
+    base_key,
+)
 from quire.archive.recorder import Recorder, Shipping, shipping, whole_file
 from quire.durable import names
+from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.manifest import tables as t
 from quire.manifest.row_image import image
@@ -25,6 +37,41 @@ ArtifactOf = Callable[[str, str], AnyEvent]
 """(path, path in the store) of a file that never changes → its event; it uploads the file if that was not done."""
 
 
+class BaseSink(Protocol):
+    """Where a base goes."""
+
+    recorder: Recorder
+
+    def put_part(self, key: str, events: list[AnyEvent], first: Position) -> tuple[str, int, bytes]:
+        """Upload a part: its name, size and digest."""
+
+    def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
+        """The event of a file that never changes, once it is uploaded."""
+
+
+def write_base(
+    sink: BaseSink, first: Position, store_id: str, manifest: ManifestStore, disk: Disk, root: str
+) -> BaseEvent:
+    """Read everything while the store goes on, and upload it in parts."""
+    parts: list[tuple[str, int, bytes]] = []
+    held: list[AnyEvent] = []
+    size = 0
+    sink.recorder.watch_renames()
+    try:
+        hit("archive.base.begun")
+        for event in everything(manifest, disk, root, sink.recorder, partial(sink.artifact, first)):
+            held.append(event)
+            size += event.size_bytes()
+            if size >= OBJECT_BYTES:
+                parts.append(sink.put_part(base_key(store_id, first, len(parts)), held, first))
+                held, size = [], 0
+        parts.append(sink.put_part(base_key(store_id, first, len(parts)), held, first))
+    finally:
+        sink.recorder.end_watch()
+    hit("archive.base.put")
+    return BaseEvent(first.number, tuple(parts))
+
+
 def everything(
     manifest: ManifestStore, disk: Disk, root: str, recorder: Recorder, artifact: ArtifactOf
 ) -> Iterator[AnyEvent]:
@@ -32,8 +79,8 @@ def everything(
     with manifest.read() as txn:
         oldest, head = txn.feed_bounds()
         unread = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS)]
-        for block in image(txn, max(min([head, *unread]), oldest)):
-            yield CommitEvent((block,))
+    for block in image(manifest.read, max(min([head, *unread]), oldest)):
+        yield CommitEvent((block,))
     seen: set[int] = set()
     for path in _paths(disk, root, root):
         yield from _events(disk, root, path, seen, artifact)

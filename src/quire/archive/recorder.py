@@ -144,7 +144,11 @@ class Recorder(DiskLayer):
             case Shipping.WHOLE:
                 self.completed(target)
             case Shipping.BYTES:
-                self.queue.append(LinkEvent(self._inode_at(target), self._relative(target)))
+                number = self._inode_at(target)
+                with self._lock:  # the walk of a base may miss both names, if the first one is removed meanwhile
+                    self.queue.append(LinkEvent(number, self._relative(target)))
+                    if self._renamed is not None:
+                        self._renamed[number] = target
 
     def remove(self, path: str) -> None:
         kind = self._kind(path)

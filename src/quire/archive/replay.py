@@ -28,7 +28,6 @@ from typing import Self
 import msgspec
 
 from quire.archive.format import (
-    NO_DIGEST,
     AnyEvent,
     ArtifactEvent,
     BaseEvent,
@@ -73,6 +72,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     """SHA-256 of the last object that was applied."""
     at_ms: int
+    epoch: int = 0
+    """The owner epoch that a takeover of this directory began; 0 before that. An older one's origin is history."""
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
@@ -377,14 +378,14 @@ class Replay:
         return self._rows
 
     def finish(self) -> None:
-        """Write down what stayed in the bucket; remove what only replaying needs; have all names durable."""
+        """Remove what only replaying needs: the directory is whole."""
         self._is_remote_saved = False
-        self._save_remote()
+        self.settle()
         self.close()
         for name in self._disk.names(self._files):
             self._disk.remove(os.path.join(self._files, name))
         self._disk.remove_dir(self._files)
-        self._sync_folders()
+        self._disk.sync_dir(self._root)
 
     def close(self) -> None:
         for file in self._open.values():
@@ -425,14 +426,6 @@ def read_origin(disk: Disk, root: str) -> Origin | None:
         return msgspec.json.decode(read_all(disk, os.path.join(root, ORIGIN)), type=Origin)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
-
-
-def parent_of_epoch(disk: Disk, root: str, store_id: str, epoch: int) -> tuple[bytes, Position]:
-    """(digest, position) of the last object of the owner before this epoch, as far as the directory knows it."""
-    origin = read_origin(disk, root)
-    if origin is None or origin.store_id != store_id or origin.position.epoch >= epoch:
-        return NO_DIGEST, Position(0, 0)
-    return origin.digest, origin.position
 
 
 def write_origin(disk: Disk, root: str, origin: Origin) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from quire.archive.chain import epochs, last_object
 from quire.archive.format import (
     HELPED_BY,
@@ -24,8 +26,10 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
+from quire.archive.replay import Origin, read_origin, write_origin
 from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
+from quire.durable.files import Disk
 from quire.objects.api import ExistingObject, ObjectStore
 
 Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
@@ -91,6 +95,12 @@ def seal(
         return ending.parent, digest
 
 
+def fenced_by(header: Header, key: str) -> StoreFenced:
+    """The error of an owner whose next name a seal has."""
+    what = f"owner epoch {header.successor} has taken this store over"
+    return StoreFenced(what, hint="write to the new owner; this directory opens with mode='r'", key=key)
+
+
 def _sealed_already(header: Header, successor: int) -> tuple[Position, bytes]:
     if header.successor > successor:
         raise StoreFenced(
@@ -99,6 +109,64 @@ def _sealed_already(header: Header, successor: int) -> tuple[Position, bytes]:
             sealed=str(header.position),
         )
     return header.parent, header.parent_digest
+
+
+def begin_log(
+    store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, at_ms: int
+) -> tuple[Position, bytes]:
+    """What the first object of an epoch comes after: the object its directory was restored to, or the end of the log before.
+
+    That log is sealed here again: a takeover may have died before it did.
+    """
+    last, digest = Position(0, 0), NO_DIGEST
+    former = former_epoch(store, store_id, epoch)
+    if former:
+        last, digest = seal(store, store_id, former, epoch, at_ms)
+    while former and not last.epoch:  # an owner that wrote no log
+        former = former_epoch(store, store_id, former)
+        last, digest = _end_of(store, store_id, former)
+    origin = read_origin(disk, root)
+    if (
+        origin is not None
+        and origin.store_id == store_id
+        and origin.epoch in (0, epoch)
+        and origin.position.epoch < epoch
+    ):
+        return origin.position, origin.digest
+    return last, digest
+
+
+def _end_of(store: ObjectStore, store_id: str, epoch: int) -> tuple[Position, bytes]:
+    """(position, digest) of the last log object of an epoch, its seal aside."""
+    last = last_object(store, store_id, epoch)
+    if last is None:
+        return Position(0, 0), NO_DIGEST
+    _, header, digest = last
+    return (header.parent, header.parent_digest) if header.kind is Kind.SEAL else (header.position, digest)
+
+
+def note_parent(store: ObjectStore, disk: Disk, root: str, store_id: str, *, own: int, epoch: int) -> None:
+    """A takeover of this directory, the owner of epoch `own` until now or restored from it, has begun an epoch."""
+    origin = read_origin(disk, root)
+    if origin is not None and origin.epoch == 0:
+        write_origin(disk, root, msgspec.structs.replace(origin, epoch=epoch))
+        return
+    position, digest = _end_of(store, store_id, own)
+    if position.epoch:
+        origin = Origin(store_id=store_id, url=store.url, position=position, digest=digest, at_ms=0, epoch=epoch)
+        write_origin(disk, root, origin)
+
+
+def changes_elsewhere(store: ObjectStore, store_id: str, position: Position) -> Position | None:
+    """The newest log object of the archive that a directory restored to a position does not have."""
+    newest = None
+    for epoch in epochs(store, store_id):
+        if epoch == position.epoch:
+            newest = max(missed(store, store_id, position), default=newest)
+        elif epoch > position.epoch:
+            last, _ = _end_of(store, store_id, epoch)
+            newest = last if last.epoch == epoch else newest
+    return newest
 
 
 def missed(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:

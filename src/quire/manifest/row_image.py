@@ -7,8 +7,7 @@ Threads: one for each object. Raises what the environment raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import lmdb
@@ -23,15 +22,24 @@ from quire.manifest.reads import ReadTxn, table_named
 ROWS_PER_BLOCK = 4096
 
 
-def image(txn: ReadTxn, first_change: int) -> Iterator[TableRows]:
-    """All rows of a manifest that are archived, in blocks; of the change log those from `first_change` on."""
+def image(read: Callable[[], ReadTxn], first_change: int) -> Iterator[TableRows]:
+    """All rows of a manifest that are archived, in blocks; of the change log those from `first_change` on.
+
+    Each block is read in a transaction of its own, which ends before the block is given: whoever takes it may be slow. Blocks
+    are then of several moments; the log that is replayed over them makes one of them.
+    """
     for name in (*t.TABLES, CHANGE_LOG_NAME):
         if name in t.NOT_ARCHIVED:
             continue
-        start = (first_change,) if name == CHANGE_LOG_NAME else None
-        rows = txn.raw_scan(table_named(name), start=start)
-        while block := list(islice(rows, ROWS_PER_BLOCK)):
-            yield name, block, []
+        table = table_named(name)
+        start = table.key.pack(first_change) if name == CHANGE_LOG_NAME else b""
+        while True:
+            with read() as txn:
+                keys, values = next(txn.steps(table, ROWS_PER_BLOCK, start=start), ([], []))
+            if not keys:
+                break
+            yield name, list(zip(keys, values)), []
+            start = keys[-1] + b"\0"
 
 
 class RowImage:

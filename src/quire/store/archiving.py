@@ -10,15 +10,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.archive.archiver import Archiver
+from quire.archive.chain import epochs
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
 from quire.archive.replay import Origin, read_origin
-from quire.archive.sealing import former_epoch, missed, seal
+from quire.archive.sealing import changes_elsewhere, former_epoch, note_parent, seal
 from quire.archive.standby_state import Phase, read_state
 from quire.archive.state import take_state
 from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
 from quire.manifest.namespaces import Parent
+from quire.objects.ownership import newer_owner
 from quire.store import object_location
 from quire.store.layout import objects_url
 from quire.store.store import Store
@@ -98,21 +100,6 @@ def refuse_standby(disk: Disk, root: str) -> None:
         raise StoreFenced("this directory is a standby of another owner", hint=hint, path=root)
 
 
-def refuse_behind(store: Store, *, discard: bool) -> None:
-    """Raise `ArchiveAhead` if the archive has changes that this directory was restored without."""
-    origin = _followed(store)
-    if origin is None or discard:
-        return
-    behind = list(missed(store.objects, origin.store_id, origin.position))
-    if behind:
-        raise ArchiveAhead(
-            "the archive has changes that this directory lacks",
-            hint="restore again with --takeover, which includes them; `quire takeover --discard` gives them up",
-            restored=str(origin.position),
-            newest=str(behind[-1]),
-        )
-
-
 def parent_of(store: Store) -> Parent:
     """Where the owner that this directory follows ended: with the last object that was restored, if it was restored."""
     origin = _followed(store)
@@ -127,10 +114,36 @@ def _followed(store: Store) -> Origin | None:
         return origin if origin is not None and txn.owner_epoch() == origin.position.epoch else None
 
 
-def seal_former(store: Store) -> None:
-    """End the log of the owner before this one, if it has one: it is fenced with its next upload."""
+def refuse_behind(store: Store) -> None:
+    """Raise `ArchiveAhead` if the archive has changes that this directory lacks: it was restored to an earlier moment, or is an
+    old copy."""
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
+    objects, origin = store.objects, _followed(store)
+    if origin is not None:
+        newest = changes_elsewhere(objects, store_id, origin.position)
+        if newest is not None:
+            raise _ahead(restored=str(origin.position), newest=str(newest))
+    elif epochs(objects, store_id) and (owner := newer_owner(objects, store_id, epoch, store.disk, store.path)):
+        raise _ahead(owner=owner)
+
+
+def _ahead(**where: str) -> ArchiveAhead:
+    return ArchiveAhead(
+        "the archive has changes that this directory lacks",
+        hint="restore again with --takeover, which includes them; `quire takeover --discard` gives them up",
+        **where,
+    )
+
+
+def take_over(store: Store, *, discard: bool) -> None:
+    """Make this directory the owner: the log of the owner before ends, and that owner is fenced with its next upload."""
+    if not discard:
+        refuse_behind(store)
+    with store.manifest.read() as txn:
+        store_id, own = txn.store_id(), txn.owner_epoch()
+    epoch = store.rights.take_over(parent_of(store)).epoch
     former = former_epoch(store.objects, store_id, epoch)
     if former:
         seal(store.objects, store_id, former, epoch, store.manifest.clock.now_ms())
+        note_parent(store.objects, store.disk, store.path, store_id, own=own, epoch=epoch)

@@ -29,7 +29,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_location
-from quire.store.archiving import open_archived, open_beside, parent_of, refuse_behind, refuse_standby, seal_former
+from quire.store.archiving import open_archived, open_beside, refuse_standby, take_over
 from quire.store.store import Mode, Store
 
 
@@ -148,9 +148,7 @@ def _see_to_objects(store: Store, *, takeover: bool, discard: bool, moved: bool)
         with store.manifest.read() as txn:
             object_location.check(txn, store.path, store.settings)
     if takeover:
-        refuse_behind(store, discard=discard)
-        store.rights.take_over(parent_of(store))
-        seal_former(store)
+        take_over(store, discard=discard)
     elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
         store.rights.refuse_fenced()
 

@@ -4,10 +4,11 @@ Restoring claims nothing: what it makes reads as of the moment it was restored t
 tables and compressed segments stay in the bucket and are read on demand.
 
 What is on disk at each step, and what comes next if it stops there:
-  directory made     an empty directory with .files/        refused by the next restore: not empty
+  directory made     .files/                                opening and restoring refuse it: it is not whole (layout.py)
   base, log applied  files, and rows of some of the log     the same
-  corrected          everything but quire.toml              the same
-  named              quire.toml: it is a store              opens
+  corrected          everything but restored.json           the same
+  named              restored.json, then no .files/         opens; fenced with its first upload
+  disowned           owner.json                             reads; is written to after a takeover
 
 Threads: one. Raises `InvalidInput`, `ObjectNotFound`, `Corruption`, and what disk and object store raise.
 """
@@ -98,32 +99,26 @@ def restore(
     bucket = open_store(url, options=options)
     try:
         point = find(bucket, store_id or the_store(bucket), at_ms)
+        # What comes behind a break, or from an owner whose base never counted, nobody can restore.
+        gives_up = point.newest != point.position or max(epochs(bucket, point.store_id)) > point.position.epoch
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
             digest, count, size = replay_point(bucket, point, replay, progress or silent)
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
             correct(replay, root, url)
+            write_config(disk, root, url, options)
+            replay.settle()
             origin = Origin(
                 store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
             )
             write_origin(disk, root, origin)
-            write_config(disk, root, url, options)
             replay.finish()
-        _recover(root, disk, clock)
+        _recover(root, disk, clock, origin)
         if takeover:
-            with opening.open(root, takeover=True, clock=clock, disk=disk, settings=quiet_settings(disk, root)):
+            settings = quiet_settings(disk, root)
+            with opening.open(root, takeover=True, discard=gives_up, clock=clock, disk=disk, settings=settings):
                 pass
-        else:
-            owner = OwnerFile(
-                store_id=point.store_id,
-                epoch=point.position.epoch,
-                session=0,
-                nonce="",
-                successor=f"{point.position.epoch:08x}.00000000",
-                successor_text=f"this directory was restored from {bucket.url}",
-            )
-            write_file(disk, root, owner)
         return Restored(
             path=root,
             store_id=point.store_id,
@@ -187,10 +182,19 @@ def _seal(
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
-def _recover(root: str, disk: Disk, clock: Clock) -> None:
+def _recover(root: str, disk: Disk, clock: Clock, origin: Origin) -> None:
     """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
         store.rights.refuse("a restored directory is nobody's until it is taken over")
+        owner = OwnerFile(
+            store_id=origin.store_id,
+            epoch=origin.position.epoch,
+            session=0,
+            nonce="",
+            successor=f"{origin.position.epoch:08x}.00000000",
+            successor_text=f"this directory was restored from {origin.url}",
+        )
+        write_file(disk, root, owner)
         open_written(store)
 
 

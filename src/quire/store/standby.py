@@ -441,8 +441,8 @@ class Standby:
             self._disk.rename(source, target)
             self._disk.sync_dir(self.path)
             return
-        with RowImage(source) as staged, staged.read() as txn, RowImage(target) as rows:
-            rows.replace(image(txn, 0))
+        with RowImage(source) as staged, RowImage(target) as rows:
+            rows.replace(image(staged.read, 0))
 
     def _remove(self, name: str) -> None:
         path = os.path.join(self.path, name)
@@ -526,6 +526,7 @@ class Standby:
         with opening.open(
             self.path,
             takeover=not self._has_epoch(state.owner_epoch),
+            discard=True,  # what the archive has behind the seal was decided about when the epoch was claimed
             create=False,
             settings=quiet_settings(self._disk, self.path),
             clock=self._clock,
