@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from quire.manifest.replica import Replica
     from quire.pages.view import SnapshotView
     from quire.service.client import connect
+    from quire.store.backup import BackedUp
     from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
     from quire.store.restoring import Restored, restore
     from quire.store.store import Store
@@ -110,6 +111,7 @@ __all__ = [
     "ArchiveAhead",
     "ArchiveSettings",
     "ArtifactGone",
+    "BackedUp",
     "ChecksumMismatch",
     "ConfigMismatch",
     "Conflict",
@@ -216,6 +218,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "Replica": "quire.manifest.replica",
         "SnapshotView": "quire.pages.view",
         "connect": "quire.service.client",
+        "BackedUp": "quire.store.backup",
         "open": "quire.store.opening",
         "Restored": "quire.store.restoring",
         "restore": "quire.store.restoring",

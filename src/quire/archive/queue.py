@@ -76,20 +76,26 @@ class Slot:
 class EventQueue:
     """Events in order, taken by one archiver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = True) -> None:
         # guarded by _lock
         self._lock = threading.Lock()
         self._events: deque[Entry | Slot] = deque()
         self._bytes = 0
         self._end = 0
-        self._is_open = True
         self.since: float | None = None
         """About when the oldest event that waits here was handed over; `None` if none waits."""
+        self.is_open = is_open
+        """Whether it takes events; may be read by anyone *after* a change was made, to save the making of its event."""
+
+    def open(self) -> None:
+        """Take events from now on."""
+        with self._lock:
+            self.is_open = True
 
     def append(self, event: Entry) -> None:
         """Hand over what was just done."""
         with self._lock:
-            if self._is_open:
+            if self.is_open:
                 if not self._events:
                     self.since = time.monotonic()
                 self._events.append(event)
@@ -100,7 +106,7 @@ class EventQueue:
         """Take a place for what is about to be done."""
         slot = Slot(self)
         with self._lock:
-            if self._is_open:
+            if self.is_open:
                 if not self._events:
                     self.since = time.monotonic()
                 self._events.append(slot)
@@ -161,7 +167,7 @@ class EventQueue:
     def close(self) -> None:
         """Take nothing more."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             self._events.clear()
             self._bytes = 0
             self.since = None

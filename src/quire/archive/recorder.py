@@ -12,7 +12,9 @@ Rules
   2. Files are named by inode: that stays when they are renamed, linked, closed and opened again. A number that is used again
      belongs to another file from its `CreateEvent` on.
   3. A write that raises is not handed over: what it left is what a torn write leaves.
-  4. A shipped file that comes from elsewhere (staged by a job and renamed) is handed over whole.
+  4. While the queue is closed nothing is recorded. Whether it is open is asked *after* each change: what was done before it was
+     opened is on disk when a base is read.
+  5. A shipped file that comes from elsewhere (staged by a job and renamed) is handed over whole.
 
 Threads: any. Raises what the disk below raises.
 """
@@ -23,6 +25,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 
 from quire.archive.format import (
@@ -105,24 +108,27 @@ class Recorder(DiskLayer):
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         if not write or (kind := self._kind(path)) is Shipping.NOT:
             return self._inner.open(path, create=create, exclusive=exclusive, write=write)
-        is_new = exclusive or (create and not self._inner.exists(path))
+        was_open = self.queue.is_open
+        is_new = exclusive or (create and was_open and not self._inner.exists(path))
         file = self._inner.open(path, create=create, exclusive=exclusive, write=True)
         if kind is Shipping.WHOLE:
             return ArtifactFile(file, self)
-        number = inode(file)
-        if is_new:
-            self.queue.append(CreateEvent(number, self._relative(path)))
-        return RecordedFile(file, number, self.queue)
+        recorded = RecordedFile(file, self.queue)
+        if self.queue.is_open and (is_new or (create and not was_open and not file.size())):
+            self.queue.append(CreateEvent(recorded.number, self._relative(path)))
+        return recorded
 
     def completed(self, path: str) -> None:
         """An artifact is complete, if it has its name by now; for `ArtifactFile`."""
-        if not path.endswith(names.TEMPORARY):
+        if self.queue.is_open and not path.endswith(names.TEMPORARY):
             self._complete(path, self._relative(path))
 
     def rename(self, source: str, target: str) -> None:
         before, after = self._kind(source), self._kind(target)
         number = self._inode_at(source) if (before, after) != (Shipping.NOT, Shipping.NOT) else 0
         self._inner.rename(source, target)
+        if not self.queue.is_open:
+            return
         if after is Shipping.WHOLE:
             self.completed(target)
         elif after is Shipping.BYTES and before is Shipping.BYTES:
@@ -188,7 +194,9 @@ class Recorder(DiskLayer):
         return shipping(relative) if relative else Shipping.NOT
 
     def _inode_at(self, path: str) -> int:
-        file = self._inner.open(path, write=False)
+        with suppress(FileNotFoundError):
+            return os.stat(path).st_ino
+        file = self._inner.open(path, write=False)  # one that is in the bucket (remote_files.py)
         try:
             return inode(file)
         finally:
@@ -200,10 +208,17 @@ class RecordedFile(DirectFile):
 
     __slots__ = ("_inner", "_number", "_queue")
 
-    def __init__(self, inner: File, number: int, queue: EventQueue) -> None:
+    def __init__(self, inner: File, queue: EventQueue) -> None:
         self._inner = inner
-        self._number = number
+        self._number = 0
         self._queue = queue
+
+    @property
+    def number(self) -> int:
+        """By which the archive knows the file; looked up when something is recorded."""
+        if not self._number:
+            self._number = inode(self._inner)
+        return self._number
 
     @property
     def path(self) -> str:
@@ -214,22 +229,26 @@ class RecordedFile(DirectFile):
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
-        self._queue.append(written(self._number, offset, data))
+        if self._queue.is_open:
+            self._queue.append(written(self.number, offset, data))
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         write_synced(self._inner, data, offset)
-        self._queue.append(written(self._number, offset, data))
+        if self._queue.is_open:
+            self._queue.append(written(self.number, offset, data))
 
     def begin_write_back(self, size: int, offset: int) -> None:
         begin_write_back(self._inner, size, offset)
 
     def truncate(self, size: int) -> None:
         self._inner.truncate(size)
-        self._queue.append(TruncateEvent(self._number, size))
+        if self._queue.is_open:
+            self._queue.append(TruncateEvent(self.number, size))
 
     def allocate(self, size: int) -> None:
         self._inner.allocate(size)
-        self._queue.append(ReserveEvent(self._number, size))
+        if self._queue.is_open:
+            self._queue.append(ReserveEvent(self.number, size))
 
     def size(self) -> int:
         return self._inner.size()

@@ -49,7 +49,7 @@ from quire.core.limits import MIB
 from quire.core.settings import ManifestSettings
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, read_all, write_atomic
+from quire.durable.files import Disk, File, read_all, write_atomic, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
 
@@ -366,6 +366,14 @@ class Replay:
         folders = {os.path.dirname(os.path.join(self._root, path)) for path in self._names if path not in self.remote}
         for folder in sorted(folders | {self._root}):
             self._disk.sync_dir(folder)
+
+    def place(self, path: str, data: bytes) -> None:
+        """Have a remote file here after all."""
+        target = os.path.join(self._root, self._checked(path))
+        self._disk.make_dirs(os.path.dirname(target))
+        write_new(self._disk, target, data, overwrite=True)
+        del self.remote[path]
+        self._is_remote_saved = False
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

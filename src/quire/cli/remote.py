@@ -55,17 +55,19 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "manifest_log": ("bundle", "mode"),
     "stats": ("stats",),
     "archive": ("drill",),
+    "backup": ("backup",),
 }
 """Module → its functions that are done there (rule 1)."""
 
-PATHS = {
-    "sqlite.import_": "file",
-    "sqlite.export": "out",
-    "sqlite.follow": "file",
-    "checkpoint.restore": "file",
-    "verify.verify": "report",
+PATHS: Mapping[str, tuple[str, ...]] = {
+    "sqlite.import_": ("file",),
+    "sqlite.export": ("out",),
+    "sqlite.follow": ("file",),
+    "checkpoint.restore": ("file",),
+    "verify.verify": ("report",),
+    "backup.backup": ("target", "since"),
 }
-"""Function → its argument that is a path (rule 3)."""
+"""Function → its arguments that are paths, or may be (rule 3)."""
 
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
@@ -96,8 +98,9 @@ def done_there(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], lo
         raise locked
     with owner:
         given = dict(arguments)
-        if given.get(path := PATHS.get(function, "")):
-            given[path] = os.path.abspath(given[path])
+        for path in PATHS.get(function, ()):
+            if given.get(path) and "://" not in given[path]:
+                given[path] = os.path.abspath(given[path])
         try:
             if function == "stream.append" and not given["record"]:
                 return _appended(owner, cli, given)

@@ -136,6 +136,13 @@ class DiskLayer:
         self._inner.sync_dir(path)
 
 
+def bottom(disk: Disk) -> Disk:
+    """The disk below all layers."""
+    while isinstance(disk, DiskLayer):
+        disk = disk._inner
+    return disk
+
+
 @contextmanager
 def translated(path: str, doing: str) -> Iterator[None]:
     """Turn operating-system errors into ours."""

@@ -445,7 +445,7 @@ class ReadTxn:
         )
         if place is None or not place.name:
             return 0, objects_url  # from before namespaces had names: then only pages went there
-        return place_id, place.url
+        return place_id, place.url or objects_url
 
     def snapshot(self, db_id: int, snapshot_id: int) -> SnapshotRecord | None:
         """A snapshot by id."""

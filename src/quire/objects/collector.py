@@ -58,6 +58,8 @@ class Collector:
         self._confirm = confirm
         self._claims_former = claims_former
         self._retire = retire
+        self.before_delete: Callable[[str, list[str]], None] | None = None
+        """Given (URL, names) before they are deleted, by a backup that has yet to copy them; if it raises, they stay."""
 
     def delete(self, url: str, keys: Iterable[str]) -> None:
         """Remove objects that nothing needs now, or retire them; missing ones are fine. If it raises, some may be gone and some
@@ -87,6 +89,8 @@ class Collector:
     def _remove(self, url: str, names: list[str]) -> None:
         if not names:
             return
+        if (rescue := self.before_delete) is not None:
+            rescue(url, names)
         store = self._open_store(url)
         for start in range(0, len(names), PAGE_OBJECTS):
             if self._confirm is not None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidName, ObjectNotFound, StorageFault
-from quire.durable.files import Disk, File, OsDisk
+from quire.durable.files import Disk, File, OsDisk, bottom
 from quire.objects.api import (
     PAGE_OBJECTS,
     TEMPORARY_SEGMENT,
@@ -389,7 +389,7 @@ class LocalStore:
 
 
 def _is_directory(disk: Disk, path: str) -> bool:
-    if isinstance(disk, OsDisk):
+    if isinstance(bottom(disk), OsDisk):
         return os.path.isdir(path)  # without reading the directory, which a listing of a large store would do twice
     try:
         disk.names(path)

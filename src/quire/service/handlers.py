@@ -85,7 +85,8 @@ class Handlers:
         with self._manifest.read() as txn:
             prefixes = txn.object_prefixes()
             named = [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.name]
-            places = [NamespacePlace(row.name, row.url, txn.object_prefixes(number)) for number, row in named]
+            own = self._store.objects_url
+            places = [NamespacePlace(row.name, row.url or own, txn.object_prefixes(number)) for number, row in named]
         return Hello(
             WIRE_VERSION,
             version("quire"),

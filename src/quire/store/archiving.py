@@ -17,6 +17,7 @@ from quire.archive.replay import Origin, read_origin
 from quire.archive.sealing import changes_elsewhere, former_epoch, note_parent, seal
 from quire.archive.standby_state import Phase, read_state
 from quire.archive.state import take_state
+from quire.archive.tap import Tap
 from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
 from quire.manifest.namespaces import Parent
@@ -42,7 +43,8 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
     below = _with_remote_files(disk, root, lambda: store.objects)
     if settings.archive.mode == "off":
         take_state(disk, root)  # what is changed now is not archived: the next life with an archive begins with a base
-        store = Store(root, settings, manifest, lock, below)
+        tap = Tap(below, root, below)
+        store = Store(root, settings, manifest, lock, tap.recorder, tap)
         return store
     place = object_location.place_of(root, settings.object_store)
     if object_location.is_inside(root, place) or place.startswith("memory://"):
@@ -63,7 +65,8 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         confirm=lambda: wiring.rights.before_delete(),
         drill=lambda: _drill(store),
     )
-    store = Store(root, settings, manifest, lock, archiver.recorder)
+    tap = Tap(archiver.recorder, root, below)
+    store = Store(root, settings, manifest, lock, tap.recorder, tap)
     wiring = store._parts
     store.archive = archiver
     if settings.archive.mode == "sync":

@@ -39,6 +39,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Empty for one that was registered before namespaces had names."""
     url: str
+    """Empty in a store that was restored from a backup: its objects are in the store's own object store."""
     created_at_ms: int
     databases: list[str]
     """The live databases whose objects are there."""
@@ -148,7 +149,7 @@ class Namespaces:
 
     def objects(self, name: str) -> ObjectStore:
         """The object store of a namespace."""
-        return self._store.context.open_store(self.get(name).url)
+        return self._store.context.open_store(self.get(name).url or self._store.objects_url)
 
     def url_of(self, database: str) -> str:
         """Where all objects of a stream or key-value database are: its namespace, or the store's own object store."""

@@ -36,9 +36,9 @@ from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.records import DbKind, MetaRecord, Residency
-from quire.objects.open import open_store
 from quire.objects.ownership import OwnerFile, newest_owner, write_file
 from quire.store import layout, object_location, opening
+from quire.store.backup import bring, open_backup, read_index
 from quire.store.config_edit import Value, change_config
 
 if TYPE_CHECKING:
@@ -96,23 +96,29 @@ def restore(
     root = os.path.abspath(os.fspath(directory))
     if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
-    bucket = open_store(url, options=options)
+    bucket = open_backup(url, options=options)
     try:
         point = find(bucket, store_id or the_store(bucket), at_ms)
         # What comes behind a break, or from an owner whose base never counted, nobody can restore.
         gives_up = point.newest != point.position or max(epochs(bucket, point.store_id)) > point.position.epoch
+        index = read_index(bucket, point.store_id, point.position)
+        if index is not None and takeover:
+            raise InvalidInput("a restored backup is a store of its own", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
             digest, count, size = replay_point(bucket, point, replay, progress or silent)
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
-            correct(replay, root, url)
-            write_config(disk, root, url, options)
+            home = url
+            if index is not None:  # a backup: all that it has is brought here, and the place it was read from may go
+                home = ""
+                bring(url, bucket, point.store_id, index, replay, root, options=options, progress=progress or silent)
+            correct(replay, root, home, is_backup=index is not None)
+            write_config(disk, root, home, options if index is None else None)
             replay.settle()
-            origin = Origin(
-                store_id=point.store_id, url=bucket.url, position=point.position, digest=digest, at_ms=point.at_ms
-            )
-            write_origin(disk, root, origin)
+            origin = _origin(point, bucket.url, digest) if index is None else None
+            if origin is not None:
+                write_origin(disk, root, origin)
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
@@ -133,6 +139,10 @@ def restore(
         )
     finally:
         bucket.close()
+
+
+def _origin(point: RestorePoint, url: str, digest: bytes) -> Origin:
+    return Origin(store_id=point.store_id, url=url, position=point.position, digest=digest, at_ms=point.at_ms)
 
 
 def silent(step: str, done: int, total: int) -> None:
@@ -182,19 +192,20 @@ def _seal(
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
-def _recover(root: str, disk: Disk, clock: Clock, origin: Origin) -> None:
+def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
     """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
         store.rights.refuse("a restored directory is nobody's until it is taken over")
-        owner = OwnerFile(
-            store_id=origin.store_id,
-            epoch=origin.position.epoch,
-            session=0,
-            nonce="",
-            successor=f"{origin.position.epoch:08x}.00000000",
-            successor_text=f"this directory was restored from {origin.url}",
-        )
-        write_file(disk, root, owner)
+        if origin is not None:
+            owner = OwnerFile(
+                store_id=origin.store_id,
+                epoch=origin.position.epoch,
+                session=0,
+                nonce="",
+                successor=f"{origin.position.epoch:08x}.00000000",
+                successor_text=f"this directory was restored from {origin.url}",
+            )
+            write_file(disk, root, owner)
         open_written(store)
 
 
@@ -226,6 +237,8 @@ def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None =
     changes: dict[tuple[str, str], Value] = {}
     if settings.object_store != url:
         changes["", "object_store"] = url
+    if not url and settings.archive.mode != "off":  # objects are in the directory now: an archive needs them elsewhere
+        changes["archive", "mode"] = "off"
     if options is not None:
         if options.allow_http != settings.objects.allow_http:  # before the endpoint, which may be plain HTTP
             changes["objects", "allow_http"] = options.allow_http
@@ -236,7 +249,7 @@ def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None =
 
 
 # ── rows that speak of the former machine ─────────────────────────────────────────────────────────────────────────────
-def correct(replay: Replay, root: str, url: str) -> None:
+def correct(replay: Replay, root: str, url: str, *, is_backup: bool = False) -> None:
     """Hot copies of chunks did not come; objects are where they were read from; the feed begins with its first change."""
     rows = replay.rows()
     with rows.read() as txn:
@@ -247,9 +260,19 @@ def correct(replay: Replay, root: str, url: str) -> None:
         held = preceding(txn.gaps(), CHANGE_LOG.key.unpack(first[0])[0]) + 1 if first is not None else head + 1
         if held > oldest:
             meta.append(("oldest_sequence", MetaRecord(number=held)))
+        if is_backup:
+            corrections += _without_places(txn)
     pack = t.META.key.pack
     corrections.append((t.META.name, t.META.rows.encode_all([(pack(name), row) for name, row in meta]), []))
     rows.apply([corrections])
+
+
+def _without_places(txn: ReadTxn) -> Iterator[TableRows]:
+    """A backup has the objects of all namespaces in one place, which is the restored store's own."""
+    table = t.REMOTE_NAMESPACE
+    changed = [(table.key.pack(*key), msgspec.structs.replace(row, url="")) for key, row in txn.scan(table) if row.url]
+    if changed:
+        yield table.name, table.rows.encode_all(changed), []
 
 
 def _evicted(txn: ReadTxn, table: t.Table[Any]) -> Iterator[TableRows]:

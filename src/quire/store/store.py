@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.barrier import changes, may_change
-from quire.core.errors import InvalidInput, StoreClosed
+from quire.core.errors import InvalidInput, ReadOnly, StoreClosed
 from quire.core.settings import StoreSettings
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
@@ -32,6 +32,7 @@ from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
 from quire.service.values import DatabaseInfo, StoreInfo
 from quire.store import layout, object_location
+from quire.store.backup import back_up
 from quire.store.heavy import Heavy
 from quire.store.info import (
     archive_beside,
@@ -48,6 +49,7 @@ from quire.store.wiring import Wiring
 
 if TYPE_CHECKING:
     from quire.archive.archiver import Archiver
+    from quire.archive.tap import Tap
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
     from quire.jobs.context import JobContext
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
     from quire.service.web.server import WebServer
     from quire.sqlite.connect import At, Connection
     from quire.sqlite.followers import FileFollowers
+    from quire.store.backup import BackedUp
+    from quire.store.backup import Progress as BackupProgress
     from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
     from quire.stream.stream import Stream
@@ -79,7 +83,13 @@ class Store:
     """An opened store. Made by `quire.open`; use it as a context manager."""
 
     def __init__(
-        self, path: str, settings: StoreSettings, manifest: ManifestStore, lock: FileLock | None, disk: Disk
+        self,
+        path: str,
+        settings: StoreSettings,
+        manifest: ManifestStore,
+        lock: FileLock | None,
+        disk: Disk,
+        tap: Tap | None = None,
     ) -> None:
         # constant after construction
         self.path = path
@@ -87,6 +97,7 @@ class Store:
         self._manifest = manifest
         self._lock = lock
         self._disk = disk
+        self._tap = tap
         self.archive: Archiver | None = None
         """What keeps the store in its bucket, where `archive.mode` says so."""
         self._pid = os.getpid()
@@ -145,6 +156,13 @@ class Store:
     def disk(self) -> Disk:
         """What the store's files are opened with."""
         return self._disk
+
+    @property
+    def tap(self) -> Tap:
+        """What records changes for a backup: an owner's alone."""
+        if self._tap is None:
+            raise ReadOnly("only the owner can back a store up", hint='open it with mode="rw"', path=self.path)
+        return self._tap
 
     @property
     def manifest(self) -> ManifestStore:
@@ -439,6 +457,14 @@ class Store:
         return server
 
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def backup(self, target: str, *, since: str = "", progress: BackupProgress | None = None) -> BackedUp:
+        """Copy the store as it is now to a directory, a URL or a new `.tar` file, while it is in use; what was done.
+
+        A directory or URL may have earlier backups: what they have is not copied again, and each can be restored. With `since`,
+        an earlier backup elsewhere, objects that it has are not copied; restoring then needs both. `quire.restore` restores it.
+        """
+        return back_up(self, target, since=since, progress=progress)
+
     def info(self) -> StoreInfo:
         """The store in numbers."""
         manifest = self.manifest

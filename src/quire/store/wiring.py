@@ -91,6 +91,7 @@ class Wiring:
         return self._once(STORES, lambda: StorePool(self._open))
 
     def _open(self, url: str) -> ObjectStore:
+        url = url or self._objects_url  # of a namespace whose objects a restored backup has with the others
         with self._manifest.read() as txn:
             options = options_of(txn, self._settings, url)
         store = open_store(url, options=options, disk=self._disk, clock=self._manifest.clock)

@@ -1,0 +1,120 @@
+"""Records what a store changes while a backup is made, and nothing otherwise.
+
+Terms
+  tap    a recorder and a log of commits whose queue is closed until a backup opens it
+
+Every owner has one, whatever `archive.mode` says: a backup is made of a store that is in use, and files that were opened
+before it began are written on. A closed tap costs a look at a flag for each write.
+
+The queue is opened between two commits of the manifest. A commit that had taken no place in it and became visible after the
+base was read would be in neither.
+
+Threads: any. Raises what disk and manifest raise, and `Conflict` if a backup is being made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from quire.archive.format import ArtifactEvent, CommitEvent
+from quire.archive.queue import EventQueue, PendingArtifact
+from quire.archive.recorder import Recorder
+from quire.archive.remote_files import number_of, remote_at
+from quire.core.errors import Conflict
+from quire.durable import names
+from quire.durable.files import Disk
+from quire.manifest.overlay import TableRows
+from quire.manifest.writer import CommitLog, ManifestWriter
+
+KEPT = os.path.join(names.SCRATCH, "backup")
+"""In a store's directory: second names of files that a backup has yet to copy. Swept when the store is opened."""
+
+
+class Tap:
+    """The recorder of an owner's backups."""
+
+    def __init__(self, disk: Disk, root: str, below: Disk) -> None:
+        """`disk` is what the store would use without it, `below` the same without an archive's recorder."""
+        # constant after construction
+        self.queue = EventQueue(is_open=False)
+        self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
+        self.below = below
+        self._kept = os.path.join(root, KEPT)
+        self._numbers = count()
+        self._next: CommitLog | None = None
+        self._between_commits = threading.Lock()
+        """Held by the manifest's writer while a commit has its place and is not durable."""
+        self._in_use = threading.Lock()
+
+    def attach(self, writer: ManifestWriter) -> None:
+        """Take the rows of commits from now on, and hand them on to the archive, if there is one."""
+        self._next = writer.archive
+        writer.record_rows()
+        writer.archive = self
+
+    # ── the manifest's writer (`manifest.writer.CommitLog`) ───────────────────────────────────────────────────────────
+    def reserve(self) -> _Places:
+        self._between_commits.acquire()
+        following = self._next.reserve() if self._next is not None else None
+        return _Places(self, self.queue.reserve() if self.queue.is_open else None, following)
+
+    def fill(self, places: _Places, written: list[TableRows]) -> None:
+        if self._next is not None:
+            self._next.fill(places.following, written)
+        if places.own is not None:
+            places.own.fill(CommitEvent(tuple(written)))
+        self._between_commits.release()
+
+    def cancelled(self, places: _Places) -> None:
+        """For `_Places`."""
+        for place in (places.own, places.following):
+            if place is not None:
+                place.cancel()
+        self._between_commits.release()
+
+    # ── a backup ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @contextmanager
+    def recording(self) -> Iterator[EventQueue]:
+        """Record everything that is changed while the block runs."""
+        if not self._in_use.acquire(blocking=False):
+            raise Conflict("a backup of this store is being made", hint="wait until it has ended")
+        try:
+            self.recorder.watch_renames()
+            with self._between_commits:
+                self.queue.open()
+            yield self.queue
+        finally:
+            self.queue.close()
+            self.recorder.end_watch()
+            self._in_use.release()
+
+    def _artifact_complete(self, path: str, relative: str) -> None:
+        """A table or compressed segment has its name. It gets a second one: it may be removed before it is copied."""
+        if (remote := remote_at(self.below, path)) is not None:
+            self.queue.append(ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256))
+            return
+        status = os.stat(path)
+        kept = os.path.join(self._kept, f"{next(self._numbers):x}.file")
+        self.below.make_dirs(self._kept)
+        self.below.link(path, kept)
+        self.queue.append(PendingArtifact(relative, kept, (status.st_ino, status.st_size, status.st_mtime_ns)))
+
+
+class _Places:
+    """The places of one commit: in the tap's own queue, if that is open, and in the archive's."""
+
+    __slots__ = ("_tap", "following", "own")
+
+    def __init__(self, tap: Tap, own: Any, following: Any) -> None:
+        self._tap = tap
+        self.own = own
+        self.following = following
+
+    def cancel(self) -> None:
+        """Nothing was committed."""
+        self._tap.cancelled(self)

@@ -1,0 +1,196 @@
+"""A tar file as an object store: each object is a member, its key the member's name. For backups in one file.
+
+A new file is written under a temporary name and gets its own with `finish`: before that there is no file, or the former one.
+Nothing is compressed, so a range of an object is a range of the file, and `tar xf` makes a directory that is the same store.
+
+Threads: any to read; one to write. Raises `ObjectNotFound`, `AlreadyExists`, `OutOfRange`, and what the disk raises.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from quire.core.errors import Corruption, InvalidInput, NotFound, ObjectNotFound
+from quire.durable.failpoints import hit
+from quire.durable.files import OsDisk, translated
+from quire.durable.names import TEMPORARY
+from quire.objects.api import (
+    PAGE_OBJECTS,
+    Buffer,
+    Identity,
+    NameIsTaken,
+    ObjectInfo,
+    PutResult,
+    Range,
+    check_digest_before_put,
+    check_key,
+    check_listing,
+    check_prefix,
+    check_range,
+    create_or_adopt,
+    past_the_end,
+    read_verified,
+)
+
+SUFFIX = ".tar"
+
+
+class TarStore:
+    """An `ObjectStore` in one file: written once, or read."""
+
+    def __init__(self, path: str, *, write: bool = False) -> None:
+        self._path = os.path.abspath(path)
+        self._is_writing = write
+        self._lock = threading.Lock()
+        self._members: dict[str, tuple[int, int]] = {}
+        """Key → (offset in the file, size)."""
+        if write and os.path.exists(self._path):
+            hint = "give another name; `--since` makes a backup that builds on an earlier one"
+            raise InvalidInput("the file exists", hint=hint, path=self._path)
+        with translated(self._path, "opening the backup"):
+            try:
+                name, mode = (self._path + TEMPORARY, "w+b") if write else (self._path, "rb")
+                self._file = open(name, mode)  # noqa: SIM115 - closed by `close`
+            except FileNotFoundError:
+                raise NotFound("there is no such file or directory", path=self._path) from None
+        if write:
+            self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+        else:
+            self._read_members()
+
+    def _read_members(self) -> None:
+        try:
+            with tarfile.open(fileobj=self._file, mode="r:") as tar:
+                for member in tar:
+                    if member.isreg():
+                        self._members[member.name.removeprefix("./")] = (member.offset_data, member.size)
+        except tarfile.TarError as error:
+            self._file.close()
+            raise Corruption("this is not a backup: the tar file cannot be read", path=self._path) from error
+
+    @property
+    def url(self) -> str:
+        return self._path
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def put(
+        self,
+        key: str,
+        data: Buffer,
+        *,
+        create_only: bool = False,  # noqa: ARG002 - always: a member is never replaced
+        identity: Identity | None = None,
+        sha256: bytes | None = None,
+    ) -> PutResult:
+        check_digest_before_put(key, data, sha256)
+        return self._put(key, io.BytesIO(data), len(data), identity)
+
+    def put_file(
+        self,
+        key: str,
+        path: str,
+        *,
+        create_only: bool = False,  # noqa: ARG002 - the same
+        identity: Identity | None = None,
+    ) -> PutResult:
+        with open(path, "rb") as file:
+            return self._put(key, file, os.fstat(file.fileno()).st_size, identity)
+
+    def _put(self, key: str, content: BinaryIO | io.BytesIO, size: int, identity: Identity | None) -> PutResult:
+        """A member that is there is never replaced."""
+        check_key(key)
+
+        def create() -> PutResult:
+            if key in self._members:
+                raise NameIsTaken
+            info = tarfile.TarInfo(key)
+            info.size, info.mode = size, 0o600
+            with self._lock, translated(self._path, "writing the backup"):
+                self._tar.addfile(info, content)
+                end = self._file.tell()
+                blocks = -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                self._members[key] = (end - blocks, size)
+            return PutResult(key=key, size_bytes=size, etag=None, adopted=False)
+
+        return create_or_adopt(self, key, create, identity)
+
+    def finish(self) -> None:
+        """All is written: make it durable, then give the file its name."""
+        disk = OsDisk()
+        with translated(self._path, "writing the backup"):
+            self._tar.close()
+            self._file.flush()
+        written = disk.open(self._path + TEMPORARY)
+        try:
+            written.sync()
+        finally:
+            written.close()
+        hit("backup.tar.synced")
+        disk.rename(self._path + TEMPORARY, self._path)
+        disk.sync_dir(os.path.dirname(self._path))
+        self._is_writing = False
+
+    def close(self) -> None:
+        """Give up a file that is not finished."""
+        self._file.close()
+        if self._is_writing:
+            self._is_writing = False
+            with suppress(FileNotFoundError):
+                os.unlink(self._path + TEMPORARY)
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def get(self, key: str) -> bytes:
+        return self.get_range(key, 0, self._member(key)[1])
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        check_range(key, offset, length)
+        start, size = self._member(key)
+        if offset + length > size:
+            raise past_the_end(key, offset, length, size)
+        with self._lock, translated(self._path, "reading the backup"):
+            if self._is_writing:
+                self._file.flush()
+            self._file.seek(start + offset)
+            data: bytes = self._file.read(length)
+            if self._is_writing:
+                self._file.seek(0, os.SEEK_END)
+        if len(data) != length:
+            raise Corruption("the tar file ends in the middle of an object", path=self._path, key=key)
+        return data
+
+    def get_ranges(self, key: str, ranges: Sequence[Range]) -> list[bytes]:
+        return [self.get_range(key, span.offset, span.length) for span in ranges]
+
+    def get_verified(
+        self, key: str, *, size_bytes: int, sha256: bytes | None = None, crc64: int | None = None
+    ) -> bytes:
+        return read_verified(self, key, size_bytes=size_bytes, sha256=sha256, crc64=crc64)
+
+    def head(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key=key, size_bytes=self._member(key)[1], etag=None, modified_ms=0)
+
+    def list_pages(
+        self, prefix: str = "", *, start_after: str = "", page_objects: int = PAGE_OBJECTS
+    ) -> Iterator[Sequence[ObjectInfo]]:
+        prefix = check_listing(prefix, start_after, page_objects)
+        below = f"{prefix}/" if prefix else ""
+        keys = sorted((key for key in self._members if key.startswith(below) and key > start_after), key=str.encode)
+        for start in range(0, len(keys), page_objects):
+            yield [self.head(key) for key in keys[start : start + page_objects]]
+
+    def list_prefixes(self, prefix: str = "") -> list[str]:
+        folder = check_prefix(prefix)
+        folder = f"{folder}/" if folder else ""
+        rests = (key.removeprefix(folder) for key in self._members if key.startswith(folder))
+        return sorted({folder + rest.partition("/")[0] for rest in rests if "/" in rest})
+
+    def _member(self, key: str) -> tuple[int, int]:
+        if (member := self._members.get(key)) is None:
+            raise ObjectNotFound("there is no such object", store=self.url, key=key)
+        return member

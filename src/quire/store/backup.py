@@ -1,0 +1,523 @@
+"""Backups: a store as it is at one moment, copied to a directory, an object store or a tar file, while it is in use.
+
+A backup has the format of an archive (docs/formats/archive.md): a base, and the log of what was changed while that was read.
+Besides, it has all objects of the store, and an index that names everything a restore needs. It is therefore complete: neither
+the store's directory nor its bucket is needed to restore it.
+
+What is in the target at each step, and what comes next if the backup stops there:
+  parts of the base, log   objects that no index names      the next backup continues the log behind them
+  objects                  the same                         they are not copied again
+  index                    the same                         the next backup has an index of its own
+  last log object          a backup                         restorable
+A tar file gets its name last; one that was cut off is `….tar.tmp`.
+
+An object that the owner deletes meanwhile is copied first (`Collector.before_delete`).
+
+Threads: the caller's, and some that copy. Raises `InvalidInput`, `Conflict`, and what manifest, disk and object stores raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import zstandard
+
+from quire.archive.bases import everything
+from quire.archive.chain import epochs, last_object
+from quire.archive.format import (
+    NO_DIGEST,
+    NONE,
+    OBJECT_BYTES,
+    AnyEvent,
+    ArtifactEvent,
+    BaseEvent,
+    Header,
+    Kind,
+    Position,
+    archive_prefix,
+    base_key,
+    encode_object,
+    file_key,
+    log_key,
+    parse_archive_key,
+)
+from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase
+from quire.archive.recorder import sha256_of
+from quire.archive.remote_files import number_of, remote_at
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
+from quire.durable import names
+from quire.durable.failpoints import hit
+from quire.durable.names import parse_object_key
+from quire.durable.object_names import is_log_key, store_prefix
+from quire.manifest.namespaces import owned_names
+from quire.objects.api import ExistingObject, ObjectStore, list_objects
+from quire.objects.open import open_store
+from quire.objects.tar import SUFFIX, TarStore
+from quire.store import object_location
+
+if TYPE_CHECKING:
+    from quire.archive.replay import Replay
+    from quire.objects.options import StoreOptions
+    from quire.store.store import Store
+
+Progress = Callable[[str, int, int], None]
+"""(step, done, total); total 0 where it is not known."""
+
+COPIERS = 8
+"""Objects that are copied at a time."""
+SLOT_PAUSE_SECONDS = 0.001
+"""Between two looks whether a commit under way has ended."""
+INDEX_BYTES_MAX = 1 << 30
+
+
+class Index(msgspec.Struct, frozen=True, array_like=True):
+    """What a backup consists of beside its base and log."""
+
+    since: str
+    """An earlier backup that has the objects which this one lacks; a path is relative to the directory that this one is in."""
+    objects: list[tuple[str, int]]
+    """(key, size) of everything that the store had in its object stores."""
+
+
+class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backup did."""
+
+    target: str
+    store_id: str
+    position: Position
+    at_ms: int
+    """The moment that it restores."""
+    copied: int
+    """Objects and files that were copied; others were there, or are in the earlier backup."""
+    copied_bytes: int
+    present: int
+    seconds: float
+
+
+def back_up(store: Store, target: str, *, since: str = "", progress: Progress | None = None) -> BackedUp:
+    """Copy a store that is in use; see `Store.backup`."""
+    began = time.monotonic()
+    store.manifest.ensure_owner_epoch()
+    target = _checked(store, target)
+    with store.manifest.read() as txn:
+        store_id, epoch = txn.store_id(), txn.owner_epoch()
+        options = object_location.options_of(txn, store.settings, target)
+    known = _earlier_objects(store_id, target, since, options)
+    with closing(open_backup(target, options=options, write=True)) as place:
+        copies = _Copies(store, place, known)
+        log = _Log(store, place, store_id, epoch)
+        with _rescuing(store, copies):
+            with store.tap.recording() as queue:
+                _copy_state(store, queue, log, copies, progress or _silent)
+            hit("backup.cut")
+            objects = copies.all_objects(progress or _silent)
+            hit("backup.objects.copied")
+        reference = since if not since or "://" in since else _relative(since, target)
+        put_index(place, store_id, log.next, Index(reference, sorted({*objects, *copies.listed})))
+        hit("backup.index.put")
+        header = log.put_last()
+        if isinstance(place, TarStore):
+            place.finish()
+    return BackedUp(
+        target=target,
+        store_id=store_id,
+        position=header.position,
+        at_ms=header.at_ms,
+        copied=copies.copied,
+        copied_bytes=copies.copied_bytes + log.bytes,
+        present=copies.present,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _silent(_step: str, _done: int, _total: int) -> None:
+    """Nobody looks."""
+
+
+def _checked(store: Store, target: str) -> str:
+    """The target, absolute, if a backup there is a copy in another place."""
+    target = target if "://" in target else os.path.abspath(target)
+    place = object_location.place_of(store.path, target)
+    if object_location.is_inside(store.path, place):
+        raise InvalidInput(
+            "a backup inside the store's directory is lost with it", hint="choose a directory elsewhere", target=target
+        )
+    if place == object_location.place_of(store.path, store.settings.object_store):
+        raise InvalidInput(
+            "the target is the store's own object store",
+            hint="choose another place; or enable archiving",
+            target=target,
+        )
+    return target
+
+
+def open_backup(url: str, *, options: StoreOptions | None = None, write: bool = False) -> ObjectStore:
+    """The object store that a backup is in: a directory, a URL, or a tar file."""
+    if "://" not in url and url.endswith(SUFFIX) and not os.path.isdir(url):
+        return TarStore(url, write=write)
+    return open_store(url, options=options)
+
+
+# ── the directory and the manifest ────────────────────────────────────────────────────────────────────────────────────
+def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, progress: Progress) -> None:
+    """Read everything while the store goes on, and record what it changes meanwhile."""
+    first = log.next
+    disk = store.tap.below
+    parts: list[tuple[str, int, bytes]] = []
+    held: list[AnyEvent] = []
+    size = 0
+
+    def put_part() -> None:
+        nonlocal held, size
+        header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=store.manifest.clock.now_ms())
+        data = encode_object(header, held)
+        key = base_key(log.store_id, first, len(parts))
+        copies.place.put(key, data)
+        log.bytes += len(data)
+        parts.append((key, len(data), hashlib.sha256(data).digest()))
+        held, size = [], 0
+        hit("backup.part.put")
+        progress("base", len(parts), 0)
+        while queue.size_bytes > OBJECT_BYTES:  # else a busy store would fill the memory while a large base is read
+            log.add(copies.resolved(queue.take(OBJECT_BYTES)[0], log))
+
+    def artifact(path: str, relative: str) -> AnyEvent:
+        if (remote := remote_at(disk, path)) is not None:
+            return copies.remote_file(
+                ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256)
+            )
+        return copies.file(path, relative, os.stat(path).st_ino, log)
+
+    for event in everything(store.manifest, disk, store.path, store.tap.recorder, artifact):
+        held.append(event)
+        size += event.size_bytes()
+        if size >= OBJECT_BYTES:
+            put_part()
+    put_part()
+    hit("backup.base.put")
+    queue.append(BaseEvent(first.number, tuple(parts)))
+    end, taken = queue.end, 0
+    while taken < end:
+        events, taken = queue.take(OBJECT_BYTES)
+        if events:
+            log.add(copies.resolved(events, log))
+        elif taken < end:  # a commit has its place and is not durable yet
+            time.sleep(SLOT_PAUSE_SECONDS)
+
+
+class _Log:
+    """The log objects of a backup. One is held back: the last is put when everything that it needs is there."""
+
+    def __init__(self, store: Store, place: ObjectStore, store_id: str, epoch: int) -> None:
+        self.store_id = store_id
+        self.bytes = 0
+        self._clock = store.manifest.clock
+        self._place = place
+        self._held: list[AnyEvent] | None = None
+        self._at_ms = 0
+        self._new_base = NONE
+        self._digest, self._restorable, self._base = NO_DIGEST, NONE, NONE
+        self._parent = Position(0, 0)
+        self.next = Position(epoch, 0)
+        """The object that is put next, or is held back."""
+        if (last := last_object(place, store_id, epoch)) is not None:
+            _, header, self._digest = last
+            self._parent, self._restorable, self._base = header.position, header.restorable, header.base
+            self._at_ms = header.at_ms
+            self.next = Position(epoch, header.position.number + 1)
+        else:  # the last backup before a takeover, if there is one: --at finds earlier ones through it
+            before = max((earlier for earlier in epochs(place, store_id) if earlier < epoch), default=0)
+            if before and (last := last_object(place, store_id, before)) is not None:
+                _, header, self._digest = last
+                self._parent = header.position
+
+    def add(self, events: list[AnyEvent]) -> None:
+        """The next object's events."""
+        if self._held is not None:
+            self._put(self._restorable, self._base)
+        self._held = events
+        self._at_ms = max(self._at_ms, self._clock.now_ms())  # of one epoch, clocks do not go back (chain.find)
+        if any(isinstance(event, BaseEvent) for event in events):
+            self._new_base = self.next.number
+
+    def put_last(self) -> Header:
+        """The object that makes the backup one."""
+        return self._put(self.next.number, self._new_base)
+
+    def _put(self, restorable: int, base: int) -> Header:
+        assert self._held is not None, "a backup has at least the event that names its base"
+        header = Header(
+            kind=Kind.LOG,
+            position=self.next,
+            parent=self._parent,
+            parent_digest=self._digest,
+            at_ms=self._at_ms,
+            restorable=restorable,
+            base=base,
+        )
+        data = encode_object(header, self._held)
+        key = log_key(self.store_id, self.next)
+        self._place.put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
+        hit("backup.log.put")
+        self.bytes += len(data)
+        self._held, self._digest, self._parent = None, hashlib.sha256(data).digest(), self.next
+        self.next = Position(self.next.epoch, self.next.number + 1)
+        return header
+
+
+# ── files that never change, and objects ──────────────────────────────────────────────────────────────────────────────
+class _Copies:
+    """Copies objects and files into the target, each once. Threads: any."""
+
+    def __init__(self, store: Store, place: ObjectStore, known: dict[str, int]) -> None:
+        self._store = store
+        self.place = place
+        self._known = known
+        self._lock = threading.Lock()
+        self.listed: dict[tuple[str, int], None] = {}
+        """(key, size) of what this backup needs."""
+        self.copied = self.copied_bytes = self.present = 0
+
+    def resolved(self, events: list[Entry], log: _Log) -> list[AnyEvent]:
+        """Events of a queue, their files copied."""
+        shipped: list[AnyEvent] = []
+        for event in events:
+            if isinstance(event, PendingArtifact):
+                shipped.append(self.file(event.kept, event.path, event.identity[0], log))
+                with suppress(FileNotFoundError):
+                    self._store.tap.below.remove(event.kept)
+            elif isinstance(event, ArtifactEvent):
+                shipped.append(self.remote_file(event))
+            else:
+                assert not isinstance(event, PendingBase), "only an archiver hands those over"
+                shipped.append(event)
+        return shipped
+
+    def file(self, path: str, relative: str, inode: int, log: _Log) -> ArtifactEvent:
+        """A local file that never changes. Its name is its digest: another backup finds it by that."""
+        digest, size = sha256_of(path), os.path.getsize(path)
+        key = file_key(log.store_id, Position(log.next.epoch, 0), digest.hex())
+        if self._is_needed(key, size):
+            self.place.put_file(key, path, create_only=True, identity=_of_size(size))
+            self._count(size)
+        return ArtifactEvent(inode, relative, key, size, digest)
+
+    def remote_file(self, event: ArtifactEvent) -> ArtifactEvent:
+        """A file that a restore left in the bucket."""
+        if self._is_needed(event.key, event.size):
+            self.place.put(
+                event.key, self._store.objects.get(event.key), create_only=True, identity=_of_size(event.size)
+            )
+            self._count(event.size)
+        return event
+
+    def object(self, url: str, key: str, size: int | None = None) -> None:
+        """An object of the store; one that has gone meanwhile is named by no row."""
+        source = self._store.context.open_store(url)
+        with suppress(ObjectNotFound):
+            size = source.head(key).size_bytes if size is None else size
+            if self._is_needed(key, size):
+                self.place.put(key, source.get(key), create_only=True, identity=_of_size(size))
+                self._count(size)
+                hit("backup.object.put")
+
+    def all_objects(self, progress: Progress) -> list[tuple[str, int]]:
+        """Copy every object of the store. It is asked for after the last change was recorded: objects are put before rows name
+        them, so that all that the rows name are listed, or were copied before they were deleted."""
+        listing = list(_objects_of(self._store))
+        done = 0
+        with ThreadPoolExecutor(COPIERS, thread_name_prefix="quire-backup") as pool:
+            for _ in pool.map(lambda item: self.object(*item), listing):
+                done += 1
+                progress("objects", done, len(listing))
+        return [(key, size) for _, key, size in listing if (key, size) in self.listed]
+
+    def _is_needed(self, key: str, size: int) -> bool:
+        with self._lock:
+            if (key, size) in self.listed:
+                return False
+            self.listed[key, size] = None
+            if self._known.get(key) == size:
+                self.present += 1
+                return False
+            return True
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.copied += 1
+            self.copied_bytes += size
+
+
+def _of_size(size: int) -> Callable[[ExistingObject], bool]:
+    return lambda existing: existing.info.size_bytes == size
+
+
+@contextmanager
+def _rescuing(store: Store, copies: _Copies) -> Iterator[None]:
+    """Copy what the owner deletes before it does so."""
+
+    def rescue(url: str, keys: list[str]) -> None:
+        for key in keys:
+            if parse_archive_key(key) is None:  # what an archive gives up is not needed here
+                copies.object(url, key)
+
+    collector = store.context.collector
+    collector.before_delete = rescue
+    try:
+        yield
+    finally:
+        collector.before_delete = None
+
+
+def _objects_of(store: Store) -> Iterator[tuple[str, str, int]]:
+    """(URL, key, size) of every object that is the store's by its name."""
+    with store.manifest.read() as txn:
+        owned = owned_names(txn, store.objects_url)
+        former = owned.former if txn.current_namespace()[1].legacy else frozenset()
+        archive = archive_prefix(txn.store_id())
+    for url, prefix in sorted(owned.current | owned.ancestors):
+        if prefix.startswith(archive):
+            continue  # the backup has a base and a log of its own
+        for info in list_objects(store.context.open_store(url), prefix):
+            yield url, info.key, info.size_bytes
+    for url, prefix in sorted(former):
+        for info in list_objects(store.context.open_store(url), prefix):
+            suffix = info.key.removeprefix(f"{prefix}/") if prefix else info.key
+            if parse_object_key(suffix) is not None or is_log_key(suffix):
+                yield url, info.key, info.size_bytes
+
+
+# ── the index ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _index_prefix(store_id: str) -> str:
+    return f"{store_prefix(store_id)}/backup"
+
+
+def put_index(place: ObjectStore, store_id: str, position: Position, index: Index) -> None:
+    """Write down what the backup whose last log object is at `position` consists of."""
+    data = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(index))
+    place.put(f"{_index_prefix(store_id)}/{position.epoch:08x}.{position.number:016x}", data)
+
+
+def read_index(place: ObjectStore, store_id: str, position: Position) -> Index | None:
+    """The index of a backup; `None` if this is an archive."""
+    key = f"{_index_prefix(store_id)}/{position.epoch:08x}.{position.number:016x}"
+    try:
+        data = place.get(key)
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=INDEX_BYTES_MAX)
+        return msgspec.msgpack.decode(raw, type=Index)
+    except ObjectNotFound:
+        return None
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise Corruption("the index of the backup is damaged", hint="restore another backup", key=key) from error
+
+
+def newest_index(place: ObjectStore, store_id: str) -> Index | None:
+    """The index of the newest backup in a place, whether that was completed or not."""
+    keys = [info.key for info in list_objects(place, _index_prefix(store_id))]
+    if not keys:
+        return None
+    epoch, _, number = keys[-1].rpartition("/")[2].partition(".")
+    return read_index(place, store_id, Position(int(epoch, 16), int(number, 16)))
+
+
+def _earlier_objects(store_id: str, target: str, since: str, options: StoreOptions | None) -> dict[str, int]:
+    """Objects that need not be copied: those in the target, and those of the earlier backup."""
+    known: dict[str, int] = {}
+    if since:
+        with closing(open_backup(since, options=options)) as earlier:
+            index = newest_index(earlier, store_id)
+        if index is None:
+            raise InvalidInput(
+                "there is no backup of this store",
+                hint="--since names an earlier backup of the same store",
+                since=since,
+            )
+        known.update(index.objects)
+    if "://" in target or not target.endswith(SUFFIX):
+        with closing(open_backup(target, options=options)) as place:
+            known.update((info.key, info.size_bytes) for info in list_objects(place, store_prefix(store_id)))
+    return known
+
+
+def _relative(since: str, target: str) -> str:
+    """A path to the earlier backup that stays right when both are moved together."""
+    since = os.path.abspath(since)
+    return since if "://" in target else os.path.relpath(since, os.path.dirname(target))
+
+
+class _Layers:
+    """A backup and those it builds on: where its objects are. Close it."""
+
+    def __init__(self, url: str, place: ObjectStore, store_id: str, index: Index, options: StoreOptions | None) -> None:
+        self._places = [place]
+        try:
+            while index.since:
+                is_path = "://" not in index.since
+                url = os.path.join(os.path.dirname(os.path.abspath(url)), index.since) if is_path else index.since
+                self._places.append(open_backup(url, options=options))
+                following = newest_index(self._places[-1], store_id)
+                if following is None:
+                    raise ObjectNotFound("the backup builds on an earlier one that is not there", earlier=url)
+                index = following
+        except BaseException:
+            self.close()
+            raise
+
+    def get(self, key: str, size: int) -> bytes:
+        """An object of this size, from the first place that has it."""
+        for place in self._places:
+            with suppress(ObjectNotFound):
+                data = place.get(key)
+                if len(data) == size:
+                    return data
+        raise Corruption("the backup lacks an object that it names", hint="restore another backup", key=key, size=size)
+
+    def close(self) -> None:
+        for place in self._places[1:]:  # the first is the caller's
+            place.close()
+
+
+def bring(
+    url: str,
+    place: ObjectStore,
+    store_id: str,
+    index: Index,
+    replay: Replay,
+    root: str,
+    *,
+    options: StoreOptions | None,
+    progress: Progress,
+) -> None:
+    """Make a directory that is being restored independent of the backup: its files and objects are copied there."""
+    files = {file.key for file in replay.remote.values()}
+    objects = [(key, size) for key, size in index.objects if key not in files]
+    total, done = len(replay.remote) + len(objects), 0
+    with (
+        closing(_Layers(url, place, store_id, index, options)) as layers,
+        closing(open_store(os.path.join(root, names.OBJECTS))) as home,
+    ):
+        for path, file in sorted(replay.remote.items()):
+            data = layers.get(file.key, file.size)
+            if hashlib.sha256(data).digest() != file.sha256:
+                raise Corruption(
+                    "a file of the backup is damaged", hint="restore another backup", key=file.key, path=path
+                )
+            replay.place(path, data)
+            done += 1
+            progress("objects", done, total)
+
+        def put(item: tuple[str, int]) -> None:
+            home.put(item[0], layers.get(*item))
+
+        with ThreadPoolExecutor(COPIERS, thread_name_prefix="quire-restore") as pool:
+            for _ in pool.map(put, objects):
+                done += 1
+                progress("objects", done, total)

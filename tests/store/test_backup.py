@@ -1,0 +1,308 @@
+"""A backup restores what the store was at one moment, needs nothing but itself, and leaves no half when it is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.archive.tap import Tap
+from quire.core.errors import Conflict, Corruption, InvalidInput, ReadOnly
+from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
+from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
+from quire.objects.open import open_store
+from quire.store.store import Store
+from tests.rules.tree import SRC
+
+STILL = MaintenanceSettings(enabled=False, delete_grace_seconds=0.0)
+
+
+def filled(path: Path, *, settings: StoreSettings | None = None) -> Store:
+    store = quire.open(path, settings=settings or StoreSettings(maintenance=STILL))
+    with store.sqlite("shop", create=True) as db:
+        db.execute("create table item(n integer primary key, text)")
+        db.executemany("insert into item values (?, ?)", [(n, "x" * 200) for n in range(300)])
+    store.checkpoint("shop")
+    store.create("cart", "lsm")
+    store.kv("cart").put(b"alice", b"3 apples")
+    store.snapshot("cart", "monday")
+    store.create("events", "stream")
+    store.stream("events").append(b"first")
+    store.stream("events").sync()
+    return store
+
+
+def contents(path: Path | str) -> tuple[list[int], list[tuple[bytes, bytes]], list[bytes]]:
+    """Everything that the restored store has; it breaks no rule, and every byte of it is there."""
+    with quire.open(path, settings=StoreSettings(maintenance=STILL)) as store:
+        assert store.manifest.check() == []
+        result = store.heavy.verify(runner="threads").result
+        assert (result["missing"], result["altered"], result["unreadable"]) == (0, 0, 0)
+        with store.sqlite("shop") as db:
+            numbers = [n for (n,) in db.execute("select n from item order by n")]
+        records = [record.payload for record in store.stream("events").read()]
+        return numbers, list(store.kv("cart").scan()), records
+
+
+def test_a_store_in_use_is_restored_as_of_one_moment(tmp_path: Path) -> None:
+    with filled(tmp_path / "store") as store:
+        acknowledged, stop = 300, threading.Event()
+
+        def work() -> None:
+            nonlocal acknowledged
+            kv, db = store.kv("cart"), store.sqlite("shop")
+            while not stop.is_set():
+                kv.put(f"{acknowledged:06d}".encode(), b"x" * 100)
+                db.execute("insert into item values (?, 'y')", (acknowledged,))
+                acknowledged += 1
+                if acknowledged % 50 == 0:  # files are made, renamed and removed while they are read
+                    kv.flush()
+                    store.checkpoint("shop")
+                elif acknowledged % 120 == 0:
+                    store.heavy.compact("cart", runner="threads")
+            db.close()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            bounds = []
+            for number in range(4):
+                before = acknowledged
+                done = store.backup(str(tmp_path / ("b" if number < 2 else f"b{number}.tar")))
+                bounds.append((done, before, acknowledged + 1))
+        finally:
+            stop.set()
+            thread.join()
+    shutil.rmtree(tmp_path / "store")
+    for number, (done, least, most) in enumerate(bounds):
+        quire.restore(done.target, tmp_path / f"r{number}", at_ms=done.at_ms)
+        numbers, pairs, records = contents(tmp_path / f"r{number}")
+        assert numbers == list(range(len(numbers))), "a prefix of what was committed"
+        assert least <= len(numbers) <= most
+        keys = [int(key) for key, _ in pairs if key != b"alice"]
+        assert keys == list(range(300, 300 + len(keys)))
+        assert 0 <= len(keys) - (len(numbers) - 300) <= 1, "the key is put before the row is inserted"
+        assert records == [b"first"]
+
+
+def test_a_backup_has_the_objects_of_a_bucket_and_of_namespaces(tmp_path: Path) -> None:
+    settings = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=STILL)
+    with filled(tmp_path / "store", settings=settings) as store:
+        store.namespaces.create("cold", str(tmp_path / "cold"))
+        store.create("archived", "pages", namespace="cold")
+        with store.sqlite("archived") as db:
+            db.execute("create table t(a)")
+            db.execute("insert into t values (7)")
+        store.checkpoint("archived")
+        store.evict("archived")
+        store.evict("shop")
+        done = store.backup(str(tmp_path / "backup"))
+        assert done.copied >= 2
+    for name in ("store", "bucket", "cold"):
+        shutil.rmtree(tmp_path / name)
+    quire.restore(done.target, tmp_path / "restored")
+    shutil.rmtree(done.target)
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+    with quire.open(tmp_path / "restored") as store, store.sqlite("archived") as db:
+        assert db.execute("select a from t").fetchall() == [(7,)]
+        db.execute("insert into t values (8)")
+        store.checkpoint("archived")
+    assert not (tmp_path / "cold").exists(), "the restored store has its objects in its own directory"
+    assert not (tmp_path / "bucket").exists()
+
+
+def test_an_archived_store_is_backed_up_and_restored_without_its_archive(tmp_path: Path) -> None:
+    settings = StoreSettings(
+        object_store=str(tmp_path / "bucket"), maintenance=STILL, archive=ArchiveSettings(mode="async")
+    )
+    with filled(tmp_path / "store", settings=settings) as store:
+        (tmp_path / "store" / "quire.toml").write_text(
+            f'object_store = "{tmp_path / "bucket"}"\n[archive]\nmode = "async"\n'
+        )
+        done = store.backup(str(tmp_path / "backup.tar"))
+        assert store.archive is not None
+        store.archive.wait(30)
+    quire.restore(done.target, tmp_path / "restored")
+    expected = (list(range(300)), [(b"alice", b"3 apples")], [b"first"])
+    assert contents(tmp_path / "restored") == expected
+    quire.restore(str(tmp_path / "bucket"), tmp_path / "from-bucket")
+    with quire.open(tmp_path / "from-bucket", "r") as store, store.sqlite("shop") as db:
+        assert db.execute("select count(*) from item").fetchall() == [(300,)], "the archive has everything, too"
+
+
+def test_only_what_is_new_is_copied(tmp_path: Path) -> None:
+    with filled(tmp_path / "store") as store:
+        store.kv("cart").flush()
+        first = store.backup(str(tmp_path / "one"))
+        assert (first.copied, first.present) == (2, 0), "a chunk and a table"
+        again = store.backup(str(tmp_path / "one"))
+        assert (again.copied, again.present) == (0, 2)
+        with store.sqlite("shop") as db:
+            db.execute("insert into item values (300, 'z')")
+        store.checkpoint("shop")
+        later = store.backup(str(tmp_path / "two.tar"), since=str(tmp_path / "one"))
+        assert later.present == 2
+        assert later.copied >= 1
+        last = store.backup(str(tmp_path / "three"), since=str(tmp_path / "two.tar"))
+        assert last.copied == 0
+    quire.restore(str(tmp_path / "three"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(301))
+    quire.restore(str(tmp_path / "one"), tmp_path / "first", at_ms=first.at_ms)
+    assert contents(tmp_path / "first")[0] == list(range(300))
+    shutil.rmtree(tmp_path / "one")
+    with pytest.raises(quire.ObjectNotFound, match="builds on an earlier one"):
+        quire.restore(str(tmp_path / "three"), tmp_path / "without")
+
+
+def test_what_is_deleted_meanwhile_is_copied_first(tmp_path: Path) -> None:
+    with filled(tmp_path / "store") as store:
+
+        def drop(_: str) -> None:
+            store.drop("shop")
+            for _round in range(3):
+                store.maintain()
+            assert not [info for page in store.objects.list_pages() for info in page if "base:" in info.key]
+
+        with armed("backup.cut", drop):
+            store.backup(str(tmp_path / "backup"))
+    quire.restore(str(tmp_path / "backup"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+
+
+def test_a_tar_file_unpacks_to_the_same_backup(tmp_path: Path) -> None:
+    with filled(tmp_path / "store") as store:
+        store.backup(str(tmp_path / "b.tar"))
+    (tmp_path / "unpacked").mkdir()
+    subprocess.run(["tar", "xf", tmp_path / "b.tar", "-C", tmp_path / "unpacked"], check=True)
+    quire.restore(str(tmp_path / "unpacked"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+
+
+def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
+    with filled(tmp_path / "store") as store:
+        store.kv("cart").flush()
+        store.backup(str(tmp_path / "b"))
+    place = open_store(str(tmp_path / "b"))
+    keys = [info.key for page in place.list_pages() for info in page]
+    (table,) = [key for key in keys if "/file/" in key]
+    (chunk,) = [key for key in keys if "base:" in key]
+    body = (tmp_path / "b" / table).read_bytes()
+    (tmp_path / "b" / table).write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    with pytest.raises(Corruption, match="a file of the backup is damaged"):
+        quire.restore(str(tmp_path / "b"), tmp_path / "r1")
+    (tmp_path / "b" / table).write_bytes(body)
+    os.unlink(tmp_path / "b" / chunk)
+    with pytest.raises(Corruption, match="lacks an object"):
+        quire.restore(str(tmp_path / "b"), tmp_path / "r2")
+
+
+def test_targets_that_are_no_other_place_are_refused(tmp_path: Path) -> None:
+    settings = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=STILL)
+    with filled(tmp_path / "store", settings=settings) as store:
+        for target, what in (
+            (tmp_path / "store" / "b", "inside the store's directory"),
+            (tmp_path / "bucket", "own object store"),
+        ):
+            with pytest.raises(InvalidInput, match=what):
+                store.backup(str(target))
+        (tmp_path / "b.tar").write_bytes(b"mine")
+        with pytest.raises(InvalidInput, match="the file exists"):
+            store.backup(str(tmp_path / "b.tar"))
+        with pytest.raises(InvalidInput, match="no backup of this store"):
+            store.backup(str(tmp_path / "b"), since=str(tmp_path / "nothing"))
+        done = store.backup(str(tmp_path / "b"))
+
+        def again(_: str) -> None:
+            with pytest.raises(Conflict, match="a backup of this store is being made"):
+                store.backup(str(tmp_path / "c"))
+
+        with armed("backup.base.put", again):
+            store.backup(str(tmp_path / "b"))
+    with quire.open(tmp_path / "store", "r") as reader, pytest.raises(ReadOnly):
+        reader.backup(str(tmp_path / "c"))
+    with pytest.raises(InvalidInput, match="a store of its own"):
+        quire.restore(done.target, tmp_path / "restored", takeover=True)
+
+
+def test_recording_begins_between_two_commits(tmp_path: Path) -> None:
+    tap = Tap(OsDisk(), str(tmp_path), OsDisk())
+    place = tap.reserve()
+    begun, ended = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with tap.recording() as queue:
+            begun.set()
+            ended.wait(10)
+            taken.extend(queue.take(1 << 20)[0])
+
+    taken: list[object] = []
+    thread = threading.Thread(target=record)
+    thread.start()
+    assert not begun.wait(0.1), "the commit under way would be in neither the base nor the log"
+    tap.fill(place, [])
+    assert begun.wait(10)
+    tap.fill(tap.reserve(), [("db", [(b"k", b"v")], [])])
+    tap.reserve().cancel()
+    ended.set()
+    thread.join()
+    assert len(taken) == 1
+
+
+CHILD = """
+import sys, quire
+from quire.core.settings import MaintenanceSettings, StoreSettings
+settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+with quire.open(sys.argv[1], settings=settings) as store:
+    with store.sqlite("shop") as db:
+        db.execute("insert into item values (300, 'new')")
+    store.kv("cart").flush()
+    store.checkpoint("shop")
+    store.backup(sys.argv[2], since=sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("form", ["directory", "tar"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "backup.part.put",
+        "backup.base.put",
+        "backup.cut",
+        "backup.object.put",
+        "backup.objects.copied",
+        "backup.index.put",
+        "backup.log.put",
+        "backup.tar.synced",
+    ],
+)
+def test_a_killed_backup_leaves_the_one_before(tmp_path: Path, point: str, form: str) -> None:
+    if (point, form) == ("backup.tar.synced", "directory"):
+        point = "backup.log.put"
+    target = tmp_path / ("b" if form == "directory" else "new.tar")
+    with filled(tmp_path / "store") as store:
+        store.backup(str(tmp_path / "b"))
+    since = "" if form == "directory" else str(tmp_path / "b")
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path / "store"), str(target), since],
+        env={**os.environ, "PYTHONPATH": str(SRC), "QUIRE_FAILPOINTS": f"{point}=kill"},
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL
+    is_done = (point, form) == ("backup.log.put", "directory")
+    quire.restore(str(tmp_path / "b"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(301 if is_done else 300))
+    assert not (tmp_path / "new.tar").exists()
+    with quire.open(tmp_path / "store", settings=StoreSettings(maintenance=STILL)) as store:
+        store.backup(str(target), since=since)
+        assert store.manifest.check() == []
+    assert not list((tmp_path / "store" / "scratch").glob("*/*")), "second names of files are swept"
+    quire.restore(str(target), tmp_path / "again")
+    assert contents(tmp_path / "again")[0] == list(range(301))
