@@ -8,6 +8,7 @@ Pure of state, any thread. Raises `NotFound`, `Corruption`, and what the object 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -30,6 +31,9 @@ from quire.archive.format import (
 from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
 from quire.objects.api import ObjectStore
 
+STORE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""Other prefixes of a bucket are backups, objects of older stores, or somebody else's."""
+
 
 class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
     """A state that can be restored, and what it takes."""
@@ -45,7 +49,8 @@ class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def store_ids(store: ObjectStore) -> list[str]:
     """The stores that have something in this bucket."""
-    return [prefix.strip("/") for prefix in store.list_prefixes("")]
+    names = (prefix.strip("/") for prefix in store.list_prefixes(""))
+    return [name for name in names if STORE_ID.fullmatch(name)]
 
 
 def the_store(store: ObjectStore) -> str:

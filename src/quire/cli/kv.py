@@ -23,7 +23,6 @@ from quire.cli.lookup import Database, Runner, Yes, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
-from quire.durable.files import OsDisk
 from quire.durable.object_names import kv_backups_prefix
 
 if TYPE_CHECKING:
@@ -319,7 +318,7 @@ def restore(
         chosen = lsm_backup.read_backup(place, label, lsn or None, home)
         db_id = store.kvs.adopt(
             database,
-            lambda target: lsm_backup.restore(place, chosen, OsDisk(), target),
+            lambda target: lsm_backup.restore(place, chosen, store.disk, target),
             namespace_id=_namespace_at(store, place.url),
         )
     text = f"restored {database} with id {db_id}, from backup {chosen.label} at lsn {chosen.lsn}"

@@ -372,6 +372,15 @@ def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) 
         file.sync()
 
 
+def sync_file(disk: Disk, path: str) -> None:
+    """Have a file that another process wrote durable. Layers of the disk that watch for complete files learn of it here."""
+    file = disk.open(path)
+    try:
+        file.sync()
+    finally:
+        file.close()
+
+
 def begin_write_back(file: File, size: int, offset: int) -> None:
     """Have the disk begin with bytes that will be synced soon; a file that is not the system's has no such step."""
     if isinstance(file, DirectFile):

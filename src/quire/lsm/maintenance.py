@@ -29,6 +29,7 @@ import msgspec
 from quire.core.errors import InternalError, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
+from quire.durable.files import sync_file
 from quire.durable.names import sst_entry_path
 from quire.lsm import compaction
 from quire.lsm.load_notes import LoadNote, remove_note, write_note
@@ -304,6 +305,7 @@ class KvMaintenance:
         level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
         for table in loaded:
             if table.meta.level == level:
+                sync_file(kv.disk, table.path)  # an executor may have written it: the archive has to learn of it
                 continue
             file = kv.disk.open(table.path)
             try:

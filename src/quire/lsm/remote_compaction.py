@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput
-from quire.durable.files import Disk, OsDisk
+from quire.durable.files import Disk, OsDisk, sync_file
 from quire.durable.names import TEMPORARY, LsmHome
 from quire.lsm import compaction
 from quire.lsm.compaction import TableOptions, VersionRetention
@@ -93,6 +93,8 @@ class MajorCompaction:
             raise InvalidInput("these tables do not belong to this compaction", ids=chosen)
         if self._job is not None:
             kv = self._kv
+            for sst_id in chosen:  # an executor may have written it: the archive has to learn of it
+                sync_file(kv.disk, kv.home.sst(sst_id))
             added = [SSTable.open(kv.disk, kv.home.sst(sst_id), sst_id, kv.cache) for sst_id in chosen]
             self._ids.difference_update(chosen)  # from here on an event may name them: they are not to be removed
             try:
