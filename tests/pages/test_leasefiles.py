@@ -290,14 +290,16 @@ def test_a_forked_child_neither_keeps_nor_ends_its_parents_lease(
     tmp_path: Path, clock: ManualClock, files: LeaseFiles, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lease = take(tmp_path, clock)
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         closed = not lease.is_held
         lease.close()
-        time.sleep(30 if closed else 0)
+        os.write(writing, b"x")
+        time.sleep(300 if closed else 0)
         os._exit(0 if closed else 1)
     try:
-        time.sleep(0.2)
+        assert os.read(reading, 1) == b"x", "the child has let go"
         assert files.look() == [lease.record], "the child's end of it ends nothing"
         lease._forget()  # the parent dies, the child lives on
         assert files.look() == []
@@ -305,3 +307,5 @@ def test_a_forked_child_neither_keeps_nor_ends_its_parents_lease(
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
