@@ -93,7 +93,11 @@ class Archiver:
     ) -> None:
         """`confirm` asks the bucket whether the store is still ours: `StoreFenced` if not."""
         # constant after construction
-        self.queue = EventQueue()
+        self.queue = EventQueue(
+            crowded_bytes=min(OBJECT_BYTES, settings.memory_bytes // 2),
+            full_bytes=settings.memory_bytes,
+            crowded=self._cut_early,
+        )
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
         self.settings = settings
         self.standbys = StandbyWatch(self.queue, objects)
@@ -214,6 +218,24 @@ class Archiver:
         """A table or compressed segment has its name."""
         self.queue.append(self._artifacts.keep(path, relative))
 
+    def _cut_early(self) -> None:
+        """More waits in the queue than an object takes: do not wait for the interval.
+
+        There can be no object as long as nobody knows where the log ends. A base begins after that, and contains what is
+        forgotten here.
+        """
+        forgotten: list[Entry] = []
+        with self._lock:  # `_next` is set under it: whatever comes behind its setting is kept
+            if self._next is None:
+                forgotten = self.queue.drop()
+            self._changed.notify_all()
+        self._remove_kept(forgotten)
+
+    def _remove_kept(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            if isinstance(entry, PendingArtifact):
+                self._artifacts.discard(entry.kept)
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when everything that was done before this call is in the bucket."""
         end = self.queue.end
@@ -239,6 +261,11 @@ class Archiver:
                     self._arrived.wait(left)
             finally:
                 self._waiting -= 1
+
+    @property
+    def archived(self) -> int:
+        """The ordinal of the queue up to which everything is in the bucket."""
+        return self._archived
 
     def lag_seconds(self) -> float:
         """How old the oldest change is that is not in the bucket."""
@@ -308,7 +335,7 @@ class Archiver:
         with self._lock:
             while not self._stop and self._failure is None:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._is_misplaced or self.queue.size_bytes > OBJECT_BYTES:
+                if left <= 0 or self._is_misplaced or self.queue.size_bytes > self.queue.crowded_bytes:
                     return
                 if self._waiting and not self._outbox and self._archived < self.queue.end:
                     self._changed.wait(min(left, 0.001))  # a commit may be under way, in front of everything else
@@ -335,18 +362,20 @@ class Archiver:
                 if not self._stop:
                     self._changed.wait(RETRY_SECONDS[2])
             return False
+        number = 0
         if last is None:
-            self._next = Position(self._epoch, 0)
             self._parent, self._digest = parent
         else:
             key, header, digest = last
             if header.kind is Kind.SEAL:
                 raise fenced_by(header, key)
-            self._next = Position(self._epoch, header.position.number + 1)
+            number = header.position.number + 1
             self._digest = digest
             self._restorable, self._base = header.restorable, header.base
             self._at_ms = max(self._at_ms, header.at_ms)
             self._last_cut_ms = header.at_ms
+        with self._lock:  # from now on nothing is forgotten (`_cut_early`)
+            self._next = Position(self._epoch, number)
         return True
 
     def _bound_queue(self) -> None:
@@ -358,7 +387,7 @@ class Archiver:
         wanted = self.queue.end
         while True:
             since = self.queue.since or time.monotonic()
-            events, end = self.queue.take(OBJECT_BYTES)
+            events, end = self.queue.take(self.queue.crowded_bytes)
             if not events:
                 with self._lock:  # places that were cancelled, nothing else
                     if not self._outbox and end > self._archived:
@@ -413,7 +442,8 @@ class Archiver:
 
     def _hold(self, outgoing: Outgoing, data: bytes) -> bool:
         """Put an object into the outbox, on disk if memory is used up; break the chain if the disk's share is, too: False."""
-        if self._memory_bytes + len(data) <= self.settings.memory_bytes or not self._outbox:
+        waiting = self._memory_bytes + self.queue.size_bytes
+        if waiting + len(data) <= self.settings.memory_bytes or not self._outbox:
             outgoing.data = data
         else:
             if self._backlog_bytes + len(data) > self.settings.backlog_bytes:
@@ -448,9 +478,7 @@ class Archiver:
         for outgoing in dropped:
             self._forget(outgoing)
         self._artifacts.forget(key for outgoing in dropped for key, _ in outgoing.artifacts)
-        for entry in self.queue.drop():
-            if isinstance(entry, PendingArtifact):
-                self._artifacts.discard(entry.kept)
+        self._remove_kept(self.queue.drop())
         self._needs_base, self._base_first = True, None
         self._base_began = float("-inf")
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))

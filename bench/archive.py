@@ -1,0 +1,350 @@
+"""The archive against the same store without it, a bare loop of puts, and the download of the same bytes.
+
+The bucket is S3 over HTTP on this machine (moto's server, in a process of its own; it takes part of the same cores). Contenders
+of the commit rates take turns in blocks; both stores stay open, and the archiver of the one runs on between its turns. Lag is
+looked at without asking for it: a caller that waits would have the next cut taken at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import quire
+from bench.manifest import chunk_op, fresh
+from bench.report import Report, rate, seconds
+from quire.archive.format import CommitEvent, Header, Kind, Position, decode_object, encode_object
+from quire.archive.replay import Replay
+from quire.core.limits import GIB, KIB, MIB
+from quire.durable.files import OsDisk
+from quire.manifest.store import ManifestStore
+from quire.objects import list_objects, open_store
+from quire.objects.api import ObjectStore
+
+BUCKET = "bench"
+PAGE = 4096
+BLOCK = 25
+"""Commits between two turns of the contenders."""
+CHUNK_BYTES = 64 * MIB
+STORE_BYTES = 1024 * GIB
+WRITERS = 32
+PUTS_PER_HOUR = 1.2 * 3_600
+
+SERVER = """
+import logging, sys, warnings
+warnings.simplefilter("ignore")
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def s3() -> Iterator[Callable[[str], str]]:
+    """An S3 endpoint in a process of its own; from the name of a prefix to its URL."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdin is not None
+    host, port = server.stdout.readline().split()
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.request("PUT", f"/{BUCKET}")
+    connection.getresponse().read()
+    connection.close()
+    mine = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "bench",
+        "AWS_SECRET_ACCESS_KEY": "bench",
+    }
+    before = {name: os.environ.get(name) for name in mine}
+    os.environ.update(mine)
+    try:
+        yield lambda prefix: f"s3://{BUCKET}/{prefix}"
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        server.stdin.close()
+        server.wait(30)
+
+
+def opened(directory: Path, name: str, url: str = "", mode: str = "off", **archive: Any) -> quire.Store:
+    """A new store without upkeep of its own, with archiving or without."""
+    root = directory / name
+    shutil.rmtree(root, ignore_errors=True)
+    settings = quire.StoreSettings(
+        object_store=url,
+        archive=quire.ArchiveSettings(mode=mode, **archive),  # type: ignore[arg-type]
+        maintenance=quire.MaintenanceSettings(enabled=False),
+    )
+    store = quire.open(root, settings=settings)
+    if store.archive is not None:
+        store.archive.wait(120)  # its base is there: from now on there are only log objects
+    return store
+
+
+# ── commit rates ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Work:
+    """Commits of each engine in one store."""
+
+    def __init__(self, store: quire.Store) -> None:
+        store.create("pages", "pages")
+        self.pages = store.pages.open("pages", page_size=PAGE)
+        self.kv = store.kv("kv", create=True)
+        self.stream = store.stream("stream", create=True)
+        self.manifest = store.manifest
+        self.image, self.value = os.urandom(PAGE), os.urandom(100)
+        self.number = 0
+
+    def commit(self, engine: str) -> None:
+        self.number += 1
+        number = self.number
+        match engine:
+            case "pages":
+                txn = self.pages.begin()
+                txn.write_page(number % 512, self.image)
+                txn.write_page(number * 7 % 512, self.image)
+                txn.commit().result()
+            case "kv":
+                self.kv.put(b"%08d" % number, self.value)
+            case "stream":
+                self.stream.append(self.value).result()
+            case "manifest":
+                self.manifest.submit((chunk_op(number),)).result()
+
+
+def commit_rates(report: Report, directory: Path, quick: bool) -> None:
+    turns = 6 if quick else 40
+    with s3() as url:
+        plain, archived = opened(directory, "plain"), opened(directory, "archived", url("rates"), "async")
+        both = [Work(plain), Work(archived)]
+        for engine in ("pages", "kv", "stream", "manifest"):
+            times: list[list[float]] = [[], []]
+            for _ in range(turns):
+                for work, seen in zip(both, times, strict=True):
+                    started = time.perf_counter()
+                    for _ in range(BLOCK):
+                        work.commit(engine)
+                    seen.append((time.perf_counter() - started) / BLOCK)
+            without, with_archive = (statistics.median(seen) for seen in times)
+            detail = f"{rate(1 / with_archive)} against {rate(1 / without)}"
+            report.ratio(f"async_{engine}_commits_vs_without", without / with_archive, 0.85, "higher", detail)
+            report.figure(f"async_{engine}_commits_per_second", 1 / with_archive)
+        plain.close()
+        archived.close()
+
+
+# ── sync ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def sync_writers(report: Report, directory: Path, quick: bool) -> None:
+    duration = 3.0 if quick else 20.0
+    with s3() as url:
+        store = opened(directory, "sync", url("sync"), "sync")
+        kv, archiver = store.kv("kv", create=True), store.archive
+        assert archiver is not None
+        bucket = open_store(url("sync"))
+        before = {info.key for info in list_objects(bucket)}
+        commits = [0] * WRITERS
+        ends = time.perf_counter() + duration
+
+        def write(writer: int) -> None:
+            while time.perf_counter() < ends:
+                kv.put(b"%d-%d" % (writer, commits[writer]), bytes(100))
+                commits[writer] += 1
+
+        started = time.perf_counter()
+        _together([partial(write, writer) for writer in range(WRITERS)])
+        took = time.perf_counter() - started
+        added = [info.key for info in list_objects(bucket) if info.key not in before]
+        bodies = [bucket.get(key) for key in added]
+        bare = seconds(lambda: _put_all(bucket, bodies))
+        store.close()
+        bucket.close()
+    detail = (
+        f"{rate(sum(commits) / took)} commits in {len(bodies) / took:.0f} objects/s against {len(bodies) / bare:.0f}"
+    )
+    report.ratio("sync_32_writers_vs_bare_puts", bare / took, 0.7, "higher", detail)
+    report.figure("sync_commits_per_second", sum(commits) / took)
+
+
+def _put_all(bucket: ObjectStore, bodies: list[bytes]) -> None:
+    for number, body in enumerate(bodies):
+        bucket.put(f"bare/{number:08x}", body, create_only=True)
+
+
+def _together(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# ── lag, requests, bytes ──────────────────────────────────────────────────────────────────────────────────────────────
+class Lag:
+    """How long changes take to the bucket, seen from outside."""
+
+    def __init__(self, store: quire.Store) -> None:
+        assert store.archive is not None
+        self._archiver = store.archive
+        self.seen: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            end, at = self._archiver.queue.end, time.perf_counter()
+            while self._archiver.archived < end and not self._stop.is_set():
+                self._stop.wait(0.005)
+            self.seen.append(time.perf_counter() - at)
+            self._stop.wait(0.01)
+
+    def stop(self) -> list[float]:
+        self._stop.set()
+        self._thread.join()
+        return sorted(self.seen)
+
+
+def paced(store: quire.Store, databases: int, per_second: float, duration: float) -> int:
+    """Commit to databases in turn, so many a second; how many there were. The log of a commit is written, not synced."""
+    kvs = [store.kv(f"d{number}", create=True) for number in range(databases)]
+    assert store.archive is not None
+    store.archive.wait(300)
+    started, done = time.perf_counter(), 0
+    while (now := time.perf_counter() - started) < duration:
+        due = int(now * per_second)
+        while done < due:
+            kvs[done % databases].put(b"k%d" % (done % 1000), b"%0100d" % done, sync=False)
+            done += 1
+        time.sleep(0.005)
+    return done
+
+
+def lag(report: Report, directory: Path, quick: bool) -> None:
+    databases, per_second, duration = (100, 2_000, 6.0) if quick else (1_000, 2_000, 60.0)
+    with s3() as url:
+        store = opened(directory, "lag", url("lag"), "async")
+        paced(store, databases, 1, 0.1)
+        assert store.archive is not None
+        measured, puts = Lag(store), store.archive.puts
+        started = time.perf_counter()
+        done = paced(store, databases, per_second, duration)
+        took = time.perf_counter() - started
+        puts = store.archive.puts - puts
+        samples = measured.stop()
+        store.close()
+    p99 = samples[min(int(len(samples) * 0.99), len(samples) - 1)]
+    detail = f"{done / took:.0f} commits/s over {databases} databases, median {statistics.median(samples):.2f} s"
+    report.ratio("lag_p99_seconds", p99, 1.5, "lower", detail)
+    report.ratio("puts_per_second", puts / took, 1.2, "lower", f"{puts} puts in {took:.0f} s")
+
+
+def cost(report: Report, directory: Path, quick: bool) -> None:
+    """One commit a second to each of so many databases."""
+    duration = 5.0 if quick else 60.0
+    for databases in (1, 100) if quick else (1, 100, 1_000):
+        with s3() as url:
+            store = opened(directory, "cost", url("cost"), "async")
+            paced(store, databases, 1, 0.1)
+            assert store.archive is not None
+            puts, size, started = store.archive.puts, store.archive.put_bytes, time.perf_counter()
+            paced(store, databases, databases, duration)
+            hours = (time.perf_counter() - started) / 3_600
+            puts, size = store.archive.puts - puts, store.archive.put_bytes - size
+            store.close()
+        detail = f"{size / hours / MIB:.1f} MiB per hour; one commit a second to each"
+        report.ratio(f"requests_per_hour_{databases}_databases", puts / hours, PUTS_PER_HOUR, "lower", detail)
+        report.figure(f"bytes_per_hour_{databases}_databases", size / hours)
+
+
+# ── coming back ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def restoring(report: Report, directory: Path, quick: bool) -> None:
+    chunks, tails = STORE_BYTES // CHUNK_BYTES // (10 if quick else 1), (32 if quick else 256) * MIB
+    with s3() as url:
+        store = opened(directory, "whole", url("whole"), "async")
+        store.create("bench", "pages")
+        for guard in [store.manifest.submit((chunk_op(number),)) for number in range(chunks)]:
+            guard.result()
+        stream = store.stream("tails", create=True)
+        for _ in range(tails // (256 * KIB)):
+            stream.append(os.urandom(256 * KIB))
+        stream.sync()
+        assert store.archive is not None
+        store.archive.wait(600)
+        store.close()
+        restored, copy = directory / "restored", directory / "copy"
+        shutil.rmtree(restored, ignore_errors=True)
+        ours = seconds(lambda: quire.restore(url("whole"), restored))
+        bucket = open_store(url("whole"))
+        keys = [info.key for info in list_objects(bucket) if "/log/" in info.key or "/base/" in info.key]
+
+        def floor() -> None:
+            with open(copy, "wb") as file:
+                for key in keys:
+                    file.write(bucket.get(key))
+                file.write((directory / "whole" / "manifest.lmdb").read_bytes())
+                os.fsync(file.fileno())
+
+        limit = seconds(floor)
+        bucket.close()
+    detail = f"{ours:.1f} s for {tails // MIB} MiB of tails and {chunks:,} chunk rows, against {limit:.1f} s"
+    report.ratio("restore_vs_download", ours / limit, 3.0, "lower", detail)
+
+
+class _Rows:
+    """Takes what the writer commits, as the archiver does."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def reserve(self) -> None:
+        """In order anyway: there is one writer."""
+
+    def fill(self, _: None, written: list[Any]) -> None:
+        self.events.append(CommitEvent(tuple(written)))
+
+
+def replaying(report: Report, directory: Path, quick: bool) -> None:
+    count = 20_000 if quick else 300_000
+    rows = _Rows()
+    with ManifestStore.open(fresh(directory, "source")) as manifest:
+        manifest.writer.archive = rows
+        manifest.writer.record_rows()
+        manifest.register_db("bench", quire.DbKind.PAGES)
+        for guard in [manifest.submit((chunk_op(number),)) for number in range(count)]:
+            guard.result()
+    header = Header(kind=Kind.LOG, position=Position(1, 0), parent=Position(0, 0), at_ms=0)
+    encoded: list[bytes] = []
+    writing = seconds(lambda: encoded.append(encode_object(header, rows.events)))
+    stored = sum(len(puts) for event in rows.events for _, puts, _ in event.tables)
+    root = directory / "replayed"
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+
+    def work() -> None:
+        with Replay(OsDisk(), str(root)) as replay:
+            replay.apply(decode_object(encoded[0], "bench")[1])
+
+    took = seconds(work)
+    detail = (
+        f"{rate(stored / took)} rows; {len(encoded[0]) / count:.0f} bytes a change, encoded at {rate(count / writing)}"
+    )
+    report.ratio("replayed_changes_per_second", count / took, 50_000, "higher", detail)
+    report.figure("replayed_rows_per_second", stored / took)
+
+
+PARTS = (commit_rates, sync_writers, lag, cost, restoring, replaying)
