@@ -1,4 +1,4 @@
-"""Commands about backups: backup."""
+"""Commands about backups: backup, restore-db."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, moment, moment_of, size
 from quire.cli.job_progress import Bars
 from quire.cli.output import Note
+from quire.core.clock import SystemClock
 
 
 @command("backup", example="quire backup /mnt/backups/shop")
@@ -37,4 +38,37 @@ def backup(
     )
     if done.present:
         text += f"; {done.present:,} already there"
+    return Note(text=text, data=done)
+
+
+@command("restore-db", example="quire restore-db s3://my-bucket/shop orders --at 2h --as orders-then")
+def restore_db(
+    cli: Cli,
+    url: Annotated[str, Argument(metavar="URL", help="An archive or a backup; this store's own bucket is one.")],
+    name: Annotated[str, Argument(metavar="NAME", help="The database's name in the archive.")],
+    at: Annotated[
+        str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
+    ] = "",
+    new: Annotated[str, Option("--as", metavar="NEW", help="Its name in this store.", show_default="NAME")] = "",
+    store_id: Annotated[
+        str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")
+    ] = "",
+) -> Note:
+    """Copy one database, stream or key-value set out of an archive or backup into this store.
+
+    The archived moment is restored into scratch and claims nothing. The database appears under its new name when it is
+    complete and was compared with the archive. Its snapshots are not copied; records of a stream get new ids and times.
+    """
+    at_ms = moment_of(at, "--at", now_ms=SystemClock().now_ms()) if at else None
+    with cli.owner() as store, Bars() as bars:
+        done = store.restore_db(
+            url,
+            name,
+            new=new,
+            at_ms=at_ms,
+            store_id=store_id,
+            progress=lambda step, count, total: bars.update(step, step, count, total),
+        )
+    items = {"PAGES": "page", "STREAM": "record", "LSM": "pair"}[done.kind.name]
+    text = f"restored {done.name} as of {moment(done.at_ms)}: {count_of(done.items, items)}, compared with the archive"
     return Note(text=text, data=done)

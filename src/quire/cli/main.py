@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "hydrate": ("checkpoint", "Fetch data that is only in the object store."),
     "restore": ("checkpoint", "Write a snapshot to a file."),
     "backup": ("backup", "Back up the store while it is in use."),
+    "restore-db": ("backup", "Copy one database out of an archive or backup."),
     "verify": ("verify", "Read every stored byte and compare it with the manifest."),
     "stats": ("stats", "Show the space that each database uses, exclusive and shared."),
     "metrics": ("stats", "Show the rolling metrics kept in the manifest."),

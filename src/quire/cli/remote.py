@@ -55,7 +55,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "manifest_log": ("bundle", "mode"),
     "stats": ("stats",),
     "archive": ("drill",),
-    "backup": ("backup",),
+    "backup": ("backup", "restore_db"),
 }
 """Module → its functions that are done there (rule 1)."""
 
@@ -66,6 +66,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "checkpoint.restore": ("file",),
     "verify.verify": ("report",),
     "backup.backup": ("target", "since"),
+    "backup.restore_db": ("url",),
 }
 """Function → its arguments that are paths, or may be (rule 3)."""
 

@@ -60,7 +60,7 @@ def drill(store: Store) -> DrillRecord:
                 options, store_id = options_of(txn, store.settings, store.objects_url), txn.store_id()
             restored = restoring.restore(store.objects_url, scratch, store_id=store_id, options=options)
             comparison = _Comparison(store, pins)
-            with _opened(scratch) as copy:
+            with opened_copy(scratch) as copy:
                 comparison.run(copy)
     finally:
         with suppress(FileNotFoundError):
@@ -79,14 +79,17 @@ def drill(store: Store) -> DrillRecord:
     return record
 
 
-def _opened(scratch: str) -> Store:
+def opened_copy(scratch: str) -> Store:
     """The restored copy, whole: sets and streams are opened by owners only. It puts and deletes nothing."""
     disk = OsDisk()
-    disk.remove(os.path.join(scratch, OWNER_FILE))  # it says that the copy is nobody's, and this is a copy for a minute
+    with suppress(FileNotFoundError):  # a backup's has none
+        disk.remove(
+            os.path.join(scratch, OWNER_FILE)
+        )  # it says that the copy is nobody's, and this is a copy for a minute
     settings = restoring.quiet_settings(disk, scratch)
     settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
     copy = opening.open(scratch, create=False, settings=settings)
-    copy.rights.refuse("a drill claims nothing")
+    copy.rights.refuse("a copy in scratch claims nothing")
     return copy
 
 

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from quire.sqlite.followers import FileFollowers
     from quire.store.backup import BackedUp
     from quire.store.backup import Progress as BackupProgress
+    from quire.store.restoring_database import RestoredDatabase
     from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
     from quire.stream.stream import Stream
@@ -464,6 +465,25 @@ class Store:
         an earlier backup elsewhere, objects that it has are not copied; restoring then needs both. `quire.restore` restores it.
         """
         return back_up(self, target, since=since, progress=progress)
+
+    def restore_db(
+        self,
+        url: str,
+        name: str,
+        *,
+        new: str = "",
+        at_ms: int | None = None,
+        store_id: str = "",
+        progress: BackupProgress | None = None,
+    ) -> RestoredDatabase:
+        """Copy one database, stream or key-value set out of the archive or backup at `url` into this store, as `new`.
+
+        It is as it was at the newest archived moment, or the newest one not after `at_ms`. An empty `url` is this store's own
+        bucket. Its snapshots are not copied; records of a stream get new ids and times. It appears whole or not at all.
+        """
+        from quire.store.restoring_database import restore_database  # which opens stores itself
+
+        return restore_database(self, url, name, new=new, at_ms=at_ms, store_id=store_id, progress=progress)
 
     def info(self) -> StoreInfo:
         """The store in numbers."""

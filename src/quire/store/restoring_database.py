@@ -1,0 +1,233 @@
+"""One database, stream or key-value set of an archived moment comes into a store that is in use (A10).
+
+The archived moment is restored into scratch, which claims nothing, and what is wanted is copied from there: pages as an import
+does, pairs as one load, records as appends. The copy has a name of its own until it is whole and was read back.
+
+What is there at each step, and what comes next if it stops there:
+  restored    a directory in scratch/                        removed when the store is opened
+  copied      `NEW.restoring`, tagged as such                dropped by the next attempt
+  renamed     NEW
+
+Threads: the caller's, in the owner. Raises `NameTaken`, `UnknownDatabase`, `Corruption`, and what restoring raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.core.errors import Conflict, Corruption, NameTaken, UnknownDatabase
+from quire.durable import names
+from quire.durable.failpoints import hit
+from quire.durable.files import OsDisk, remove_tree
+from quire.lsm.bulk import BulkWriter, begin_load
+from quire.manifest.records import DbKind
+from quire.sqlite import importing
+from quire.store import restoring
+from quire.store.drilling import opened_copy
+from quire.store.object_location import options_of
+
+if TYPE_CHECKING:
+    from quire.lsm.kv import Kv
+    from quire.pages.snapshot import Snapshot
+    from quire.service.values import DatabaseInfo
+    from quire.store.store import Store
+    from quire.stream.stream import Stream
+
+Progress = Callable[[str, int, int], None]
+"""(step, done, total); total 0 where it is not known."""
+
+TAG = "quire.restoring"
+"""Of a database that is being copied: its final name."""
+SUFFIX = ".restoring"
+RECORDS_PER_APPEND = 4096
+
+
+class RestoredDatabase(msgspec.Struct, frozen=True, kw_only=True):
+    """What was restored."""
+
+    name: str
+    db_id: int
+    kind: DbKind
+    source: str
+    """Its name in the archive."""
+    at_ms: int
+    """The archived moment."""
+    items: int
+    """Pages, records or pairs."""
+    sha256: str
+    """Of its content, equal in the archive and in the store."""
+    seconds: float
+
+
+def restore_database(
+    store: Store,
+    url: str,
+    name: str,
+    *,
+    new: str = "",
+    at_ms: int | None = None,
+    store_id: str = "",
+    progress: Progress | None = None,
+) -> RestoredDatabase:
+    """Copy one database out of an archive or backup; see `Store.restore_db`."""
+    began, new, progress = time.monotonic(), new or name, progress or restoring.silent
+    url = url or store.objects_url
+    with store.manifest.read() as txn:
+        options, own_id = options_of(txn, store.settings, url), txn.store_id()
+        if new in {info.name for info in store.databases()}:
+            raise NameTaken("a database has this name", hint="choose another with --as", name=new)
+    if url == store.objects_url:
+        store_id = store_id or own_id
+        if store.archive is not None and at_ms is None:
+            store.archive.wait()
+    scratch = os.path.join(store.path, names.SCRATCH, f"restore-db-{os.urandom(4).hex()}")
+    try:
+        restored = restoring.restore(url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
+        hit("restore_db.restored")
+        with opened_copy(scratch) as copy:
+            try:
+                source = copy.database(name)
+            except UnknownDatabase as error:
+                hint = "choose another moment with --at"
+                raise UnknownDatabase(
+                    "the archive has no such database at that moment", hint=hint, name=name
+                ) from error
+            db_id, items, digest = _copy(store, copy, source, new, progress)
+    finally:
+        with suppress(FileNotFoundError):
+            remove_tree(OsDisk(), scratch)
+    return RestoredDatabase(
+        name=new,
+        db_id=db_id,
+        kind=source.kind,
+        source=name,
+        at_ms=restored.at_ms,
+        items=items,
+        sha256=digest,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _copy(store: Store, copy: Store, source: DatabaseInfo, new: str, progress: Progress) -> tuple[int, int, str]:
+    """(id, items, digest) of the new database."""
+    staging = new + SUFFIX
+    with suppress(UnknownDatabase):
+        if TAG not in store.database(staging).tags:
+            raise Conflict("a database has the name that is needed while this one is copied", name=staging)
+        store.drop(staging, snapshots=True)  # an earlier attempt was cut off
+    created = store.create(staging, source.kind, tags={**source.tags, TAG: new})
+    try:
+        copied = _COPIERS[source.kind](store, copy, source, created, progress)
+        hit("restore_db.copied")
+        store.set_options(staging, tags=source.tags)
+        store.rename(staging, new)
+    except BaseException:
+        store.drop(staging, snapshots=True)
+        raise
+    return created.db_id, *copied
+
+
+def _copy_pages(
+    store: Store, copy: Store, source: DatabaseInfo, target: DatabaseInfo, progress: Progress
+) -> tuple[int, str]:
+    with copy.pages.open(source.db_id).open_snapshot() as version:
+        if not version.lsn:
+            return 0, hashlib.sha256().hexdigest()
+        pages = store.pages.open(target.db_id, page_size=version.page_size)
+        brought = importing.bring(pages, _Pages(version), progress)
+        importing.verify(pages, brought, progress)
+    return brought.size_pages, brought.sha256
+
+
+class _Pages:
+    """A version as an import reads it (`importing.PageArray`)."""
+
+    def __init__(self, version: Snapshot) -> None:
+        self._version = version
+        self.page_size = version.page_size
+        self.size_pages = version.size_pages
+
+    def read(self, first: int, count: int) -> dict[int, bytes]:
+        pages = range(first, min(first + count, self.size_pages))
+        images = self._version.read_pages(pages, cold=True)
+        return {page: images[page] for page in pages}
+
+    def read_page(self, page: int) -> bytes:
+        return self.read(page, 1)[page]
+
+
+def _copy_pairs(
+    store: Store, copy: Store, source: DatabaseInfo, target: DatabaseInfo, progress: Progress
+) -> tuple[int, str]:
+    kv = store.kv(target.name)
+    digest, pairs = hashlib.sha256(), 0
+    with begin_load(kv) as load:
+        writer = BulkWriter.of(kv, load)
+        for batch in copy.kv(source.name).batches(b"", None, reverse=False):
+            keys, values = batch.column("key"), batch.column("value")
+            writer.add(keys, values)
+            for key, value in zip(keys.to_pylist(), values.to_pylist(), strict=True):
+                _add_pair(digest, key, value)
+            pairs += batch.num_rows
+            progress("copying", pairs, 0)
+        load.publish(writer.finish())
+    return pairs, _compared(digest.hexdigest(), _pairs_digest(kv), target)
+
+
+def _pairs_digest(kv: Kv) -> str:
+    digest = hashlib.sha256()
+    for key, value in kv.scan():
+        _add_pair(digest, key, value)
+    return digest.hexdigest()
+
+
+def _add_pair(digest: hashlib._Hash, key: bytes, value: bytes) -> None:
+    digest.update(b"%d:%d:" % (len(key), len(value)))
+    digest.update(key)
+    digest.update(value)
+
+
+def _copy_records(
+    store: Store, copy: Store, source: DatabaseInfo, target: DatabaseInfo, progress: Progress
+) -> tuple[int, str]:
+    restored, stream = copy.stream(source.name), store.stream(target.name)
+    first, end = restored.first_record, restored.end_record
+    payloads = (bytes(record.payload) for record in restored.read(first, end))
+    copied = 0
+    while block := list(islice(payloads, RECORDS_PER_APPEND)):
+        stream.append(block).result()
+        copied += len(block)
+        progress("copying", copied, end - first)
+    return copied, _compared(_records_digest(restored), _records_digest(stream), target)
+
+
+def _records_digest(stream: Stream) -> str:
+    digest = hashlib.sha256()
+    for block in _record_blocks(stream):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _record_blocks(stream: Stream) -> Iterator[bytes]:
+    """Ids and times are the new stream's own: they are not compared."""
+    for record in stream.read(stream.first_record, stream.end_record):
+        yield b"%d:" % len(record.payload)
+        yield bytes(record.payload)
+
+
+def _compared(expected: str, actual: str, target: DatabaseInfo) -> str:
+    if expected != actual:
+        hint = "nothing was restored; run `quire verify`"
+        raise Corruption("what was copied reads back differently", hint=hint, name=target.name)
+    return expected
+
+
+_COPIERS = {DbKind.PAGES: _copy_pages, DbKind.LSM: _copy_pairs, DbKind.STREAM: _copy_records}

@@ -1,0 +1,129 @@
+"""One database of an archived moment comes into a store in use, equal to what it was, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
+from quire.durable.failpoints import armed
+from quire.store.store import Store
+from tests.rules.tree import SRC
+
+STILL = MaintenanceSettings(enabled=False)
+
+
+def settings(tmp_path: Path) -> StoreSettings:
+    archive = ArchiveSettings(mode="async", interval_seconds=0.05)
+    return StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=STILL, archive=archive)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with quire.open(tmp_path / "store", settings=settings(tmp_path)) as opened:
+        with opened.sqlite("shop", create=True) as db:
+            db.execute("create table item(n integer primary key, text)")
+            db.executemany("insert into item values (?, ?)", [(n, "x" * 100) for n in range(500)])
+        opened.checkpoint("shop")
+        opened.set_options("shop", tags={"team": "sales"})
+        opened.create("cart", "lsm")
+        for n in range(500):
+            opened.kv("cart").put(b"%05d" % n, b"v%d" % n, sync=False)
+        opened.kv("cart").flush()
+        opened.kv("cart").put(b"last", b"in the log")
+        opened.create("events", "stream")
+        opened.stream("events").append([b"r%d" % n for n in range(5000)]).result()
+        yield opened
+    with quire.open(tmp_path / "store", settings=settings(tmp_path)) as opened:
+        assert opened.manifest.check() == []
+        assert not list((tmp_path / "store" / "scratch").glob("*")), "scratch is removed"
+
+
+def then(store: Store) -> int:
+    """A moment of the archive; everything is changed after it."""
+    assert store.archive is not None
+    store.archive.wait(60)
+    moment = store.manifest.clock.now_ms()
+    while store.manifest.clock.now_ms() <= moment + 5:
+        pass
+    with store.sqlite("shop") as db:
+        db.execute("delete from item where n >= 100")
+    store.kv("cart").delete(b"last")
+    store.stream("events").append(b"later").result()
+    store.archive.wait(60)
+    return moment
+
+
+def test_each_kind_is_restored_beside_its_present_state(store: Store) -> None:
+    at_ms = then(store)
+    for name in ("shop", "cart", "events"):
+        done = store.restore_db("", name, new=f"{name}-then", at_ms=at_ms)
+        assert (done.name, done.source, len(done.sha256)) == (f"{name}-then", name, 64)
+        assert done.at_ms <= at_ms
+    with store.sqlite("shop-then") as db:
+        assert db.execute("select count(*) from item").fetchall() == [(500,)]
+        assert db.execute("pragma integrity_check").fetchall() == [("ok",)]
+    with store.sqlite("shop") as db:
+        assert db.execute("select count(*) from item").fetchall() == [(100,)]
+    assert store.database("shop-then").tags == {"team": "sales"}
+    pairs = dict(store.kv("cart-then").scan())
+    assert pairs == {**{b"%05d" % n: b"v%d" % n for n in range(500)}, b"last": b"in the log"}
+    assert store.kv("cart").get(b"last") is None
+    records = [bytes(record.payload) for record in store.stream("events-then").read()]
+    assert records == [b"r%d" % n for n in range(5000)]
+    assert len(store.databases()) == 6
+
+
+def test_a_database_that_was_dropped_comes_back_from_a_backup_under_its_name(store: Store, tmp_path: Path) -> None:
+    store.backup(str(tmp_path / "b.tar"))
+    store.drop("shop")
+    store.restore_db(str(tmp_path / "b.tar"), "shop")
+    with store.sqlite("shop") as db:
+        assert db.execute("select count(*) from item").fetchall() == [(500,)]
+        db.execute("insert into item values (500, 'new')")
+
+
+def test_what_cannot_be_restored_is_refused_and_leaves_nothing(store: Store) -> None:
+    with pytest.raises(quire.NameTaken):
+        store.restore_db("", "shop")
+    with pytest.raises(quire.UnknownDatabase, match="the archive has no such database at that moment"):
+        store.restore_db("", "nothing")
+    for name in ("shop", "cart", "events"):
+        with armed("restore_db.copied", "raise:EIO"), pytest.raises(OSError, match=r"restore_db\.copied"):
+            store.restore_db("", name, new="again")
+    assert [info.name for info in store.databases()] == ["cart", "events", "shop"]
+    assert not list(Path(store.path, "scratch").glob("*")), "scratch is removed"
+
+
+CHILD = """
+import sys, quire
+from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
+settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False), archive=ArchiveSettings(mode="async"))
+with quire.open(sys.argv[1], settings=settings) as store:
+    store.restore_db("", sys.argv[2], new="again")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "point"), [("shop", "restored"), ("shop", "copied"), ("cart", "copied"), ("events", "copied")]
+)
+def test_a_killed_restore_leaves_no_half_database(store: Store, tmp_path: Path, name: str, point: str) -> None:
+    store.close()
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path / "store"), name],
+        env={**os.environ, "PYTHONPATH": str(SRC), "QUIRE_FAILPOINTS": f"restore_db.{point}=kill"},
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL
+    with quire.open(tmp_path / "store", settings=settings(tmp_path)) as again:
+        assert "again" not in {info.name for info in again.databases()}
+        again.restore_db("", name, new="again")
+        assert {info.name for info in again.databases()} == {"cart", "events", "shop", "again"}
+        assert again.manifest.check() == []
