@@ -97,8 +97,10 @@ if TYPE_CHECKING:
     from quire.pages.view import SnapshotView
     from quire.service.client import connect
     from quire.store.backup import BackedUp
+    from quire.store.cloning import Cloned, clone
     from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
     from quire.store.restoring import Restored, restore
+    from quire.store.standby import Promoted, Standby, StandbyStatus, promote
     from quire.store.store import Store
     from quire.stream.state import Retention
     from quire.stream.stream import Stream
@@ -113,6 +115,7 @@ __all__ = [
     "ArtifactGone",
     "BackedUp",
     "ChecksumMismatch",
+    "Cloned",
     "ConfigMismatch",
     "Conflict",
     "Corruption",
@@ -150,6 +153,7 @@ __all__ = [
     "OutOfRange",
     "Overloaded",
     "PagesSettings",
+    "Promoted",
     "QuireError",
     "QuotaExceeded",
     "ReadOnly",
@@ -164,6 +168,8 @@ __all__ = [
     "SnapshotView",
     "SparkUnavailable",
     "StalePlan",
+    "Standby",
+    "StandbyStatus",
     "StillReferenced",
     "StorageFault",
     "Store",
@@ -190,9 +196,11 @@ __all__ = [
     "WrongKind",
     "WrongThread",
     "__version__",
+    "clone",
     "connect",
     "iterate",
     "open",
+    "promote",
     "restore",
 ]
 
@@ -219,7 +227,13 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "SnapshotView": "quire.pages.view",
         "connect": "quire.service.client",
         "BackedUp": "quire.store.backup",
+        "Cloned": "quire.store.cloning",
+        "clone": "quire.store.cloning",
         "open": "quire.store.opening",
+        "Promoted": "quire.store.standby",
+        "Standby": "quire.store.standby",
+        "StandbyStatus": "quire.store.standby",
+        "promote": "quire.store.standby",
         "Restored": "quire.store.restoring",
         "restore": "quire.store.restoring",
         "Store": "quire.store.store",

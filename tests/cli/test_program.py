@@ -35,8 +35,9 @@ def test_the_commands_are_these() -> None:
     assert NAMES == [
         "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge", "evict",
         "hydrate", "restore", "backup", "restore-db", "verify", "stats", "metrics", "gc", "audit", "restore-store",
-        "takeover", "serve", "doctor", "tour", "completion", "db set-status", "db set", "snapshot create", "snapshot ls",
-        "snapshot show", "snapshot drop", "snapshot diff", "sqlite import", "sqlite export", "sqlite follow", "sqlite unfollow", "sqlite shell",
+        "standby", "promote", "clone", "takeover", "serve", "doctor", "tour", "completion", "db set-status", "db set",
+        "snapshot create", "snapshot ls", "snapshot show", "snapshot drop", "snapshot diff", "sqlite import",
+        "sqlite export", "sqlite follow", "sqlite unfollow", "sqlite shell",
         "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair", "kv backup",
         "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",
         "stream info", "stream seal", "stream tier", "stream checkpoint", "stream verify", "stream repair",
@@ -45,7 +46,8 @@ def test_the_commands_are_these() -> None:
         "feed cursors", "feed resume", "feed drop", "manifest check", "manifest tables", "manifest dump",
         "manifest inspect", "manifest verify", "manifest mode", "manifest bundle", "quarantine ls",
         "quarantine restore", "quarantine rm", "archive on", "archive off", "archive status",
-        "archive drill", "archive audit", "objects moved", "namespace create", "namespace ls", "namespace drop",
+        "archive drill", "archive audit", "clones ls", "clones release", "clones forget",
+        "objects moved", "namespace create", "namespace ls", "namespace drop",
     ]  # fmt: skip
 
 

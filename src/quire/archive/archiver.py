@@ -43,6 +43,7 @@ from quire.archive.format import (
     OBJECT_BYTES,
     AnyEvent,
     BaseEvent,
+    BreakEvent,
     CommitEvent,
     Header,
     Kind,
@@ -404,6 +405,8 @@ class Archiver:
         position = self._next
         artifacts: list[tuple[str, str]] = []
         shipped = [event for entry in events if (event := self._resolved(entry, position, artifacts)) is not None]
+        if self._needs_base:  # also of the object that names the base: a standby must not follow from the one before
+            shipped.insert(0, BreakEvent())
         for event in shipped:
             if isinstance(event, BaseEvent):
                 self._base = position.number

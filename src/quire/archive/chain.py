@@ -18,6 +18,7 @@ from quire.archive.format import (
     NONE,
     AnyEvent,
     BaseEvent,
+    BreakEvent,
     Header,
     Kind,
     Position,
@@ -165,6 +166,11 @@ def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]
         if len(data) != size or hashlib.sha256(data).digest() != digest:
             raise Corruption("a part of a base is not the one that the log names", key=key)
         yield decode_object(data, key)[1]
+
+
+def continues(header: Header, events: list[AnyEvent]) -> bool:
+    """Whether an object holds everything since the one before it; behind a break only a base helps."""
+    return header.restorable == header.position.number and not any(isinstance(event, BreakEvent) for event in events)
 
 
 def log_events(

@@ -20,6 +20,7 @@ import msgspec
 from quire.core.errors import Corruption, ObjectNotFound
 from quire.durable.object_names import clone_key, clones_prefix
 from quire.objects.api import DeletableStore, ObjectStore, list_objects
+from quire.objects.registrations import withdraw
 
 LIST_SECONDS = 60.0
 CLOCK_MS = 3_600_000
@@ -50,7 +51,7 @@ def register(store: ObjectStore, store_id: str, registration: CloneRegistration)
 
 def release(store: DeletableStore, store_id: str, clone_id: str) -> None:
     """The clone does not read the store's objects any more, or a person says that it does not count."""
-    store.delete(clone_key(store_id, clone_id))
+    withdraw(store, clone_key(store_id, clone_id))
 
 
 def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:

@@ -169,6 +169,10 @@ class StandbyEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=13):
     standbys: tuple[str, ...]
 
 
+class BreakEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=14):
+    """Changes before this object may be missing from the log: whoever follows it begins again with the next base."""
+
+
 AnyEvent = (
     CreateEvent
     | WriteEvent
@@ -183,6 +187,7 @@ AnyEvent = (
     | BaseEvent
     | DirectoryEvent
     | StandbyEvent
+    | BreakEvent
 )
 
 _encoder = msgspec.msgpack.Encoder()

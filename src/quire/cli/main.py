@@ -44,6 +44,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "gc": ("gc", "Run one round of maintenance now and show what it did."),
     "audit": ("audit", "Show the history of databases: snapshots, forks, deletions."),
     "restore-store": ("archive", "Restore a whole store from its bucket."),
+    "standby": ("standby", "Follow a store's archive in a directory of its own."),
+    "promote": ("standby", "Make a standby the owner of its store."),
+    "clone": ("standby", "Create a new store that begins as another one is, or was."),
     "takeover": ("objects", "Make this directory the owner of its bucket."),
     "serve": ("serve", "Own a store and serve it to other processes."),
     "doctor": ("doctor", "Check the machine, the store and the object store."),
@@ -60,6 +63,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "manifest": ("manifest", "Inspect the manifest, the catalog of everything in a store."),
     "quarantine": ("quarantine", "List, restore or remove files that recovery set aside."),
     "archive": ("archive", "Keep the whole store in its bucket; status and drills."),
+    "clones": ("standby", "List and release the clones that a store keeps objects for."),
     "objects": ("objects", "Manage the location of the store's objects."),
     "namespace": ("objects", "Manage additional locations for objects."),
 }

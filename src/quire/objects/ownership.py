@@ -381,7 +381,10 @@ class Ownership:
 
     def _claimed(self, newest: tuple[int, int, OwnerObject | None] | None) -> OwnerFile | None:
         """The epoch that this directory has claimed and not begun yet (`claim_epoch`), if nobody came after it."""
-        known = read_file(self._disk, self._root)
+        try:
+            known = read_file(self._disk, self._root)
+        except Corruption:
+            return None  # a takeover writes it anew
         if known is None or newest is None or newest[2] is None or known.store_id != self._store_id:
             return None
         is_ours = (known.epoch, known.session, known.nonce) == (newest[0], newest[1], newest[2].nonce)

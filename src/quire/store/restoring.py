@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, base_events, epochs, find, header_of, log_events, the_store
+from quire.archive.chain import RestorePoint, base_events, continues, epochs, find, header_of, log_events, the_store
 from quire.archive.format import NO_DIGEST, AnyEvent, Header, Position
 from quire.archive.replay import Origin, Replay, write_origin
 from quire.archive.sealing import seal
@@ -183,7 +183,7 @@ def _seal(
     chain = [True]
 
     def overtaken(header: Header, _: bytes, events: list[AnyEvent]) -> None:
-        chain[0] = chain[0] and header.restorable == header.position.number  # behind a break nothing makes sense
+        chain[0] = chain[0] and continues(header, events)
         if chain[0]:
             replay.apply(events)
 

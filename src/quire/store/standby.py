@@ -31,7 +31,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.archive import standby_state
-from quire.archive.chain import RestorePoint, epochs, find, header_of, log_positions, the_store
+from quire.archive.chain import RestorePoint, continues, epochs, find, header_of, log_positions, the_store
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import FILES, Origin, Replay, write_origin
@@ -58,6 +58,7 @@ from quire.manifest.records import MetaRecord, Residency
 from quire.manifest.row_image import RowImage, image
 from quire.objects.open import open_store
 from quire.objects.ownership import claim_epoch, newest_owner
+from quire.objects.registrations import withdraw
 from quire.store import layout, opening
 from quire.store.restoring import (
     Progress,
@@ -179,7 +180,7 @@ class Standby:
         self._close_replay()
         with suppress(QuireError):  # an entry that stays is forgotten by the owner
             if self._registered_at != float("-inf"):
-                self._bucket.delete(standby_key(self._state.store_id, self.standby_id))
+                withdraw(self._bucket, standby_key(self._state.store_id, self.standby_id))
         self._bucket.close()
         if self._lock is not None:
             self._lock.close()
@@ -241,7 +242,7 @@ class Standby:
             except Unavailable as error:
                 emit("warning", "standby.delayed", path=self.path, error=str(error))
                 looked_at = None  # the silence of a bucket says nothing about the owner
-                stop.wait(1.0)
+                time.sleep(1.0)
                 continue
             now = time.monotonic()
             self._count_silence(applied, now - looked_at if looked_at is not None else 0.0)
@@ -254,7 +255,7 @@ class Standby:
                 except StoreFenced as error:
                     emit("warning", "standby.overtaken", path=self.path, error=str(error))
                     self._silence = 0.0
-            stop.wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # not `stop.wait`: a signal handler that sets it runs in this very thread
         return None
 
     def _count_silence(self, applied: int, seconds: float) -> None:
@@ -308,7 +309,7 @@ class Standby:
         header, events = decode_object(data, key)
         if header.parent_digest != state.digest:
             raise Corruption("the archive's log is not the one that was followed", key=key)
-        if header.kind is Kind.SEAL or header.restorable != header.position.number:
+        if header.kind is Kind.SEAL or not continues(header, events):
             self._waits_for_base = True
             return self._rebuild_if_newer()
         self._apply(header, sha256(data).digest(), events)
@@ -493,7 +494,7 @@ class Standby:
         chain = [not self._waits_for_base]
 
         def overtaken(header: Header, digest: bytes, events: list[AnyEvent]) -> None:
-            chain[0] = chain[0] and header.restorable == header.position.number
+            chain[0] = chain[0] and continues(header, events)
             if chain[0]:
                 self._apply(header, digest, events)
 

@@ -1,0 +1,187 @@
+"""Commands about copies of a whole store: standby and promote, clone, and the clones that a store keeps objects for.
+
+`standby` runs in the foreground until it is told to end, or has become the owner; then a supervisor starts `quire serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from typing import Annotated
+
+from quire.archive import clones as registered
+from quire.cli.command import Cli, confirm
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.formatting import moment, moment_of
+from quire.cli.lookup import Log, Yes, log_to
+from quire.cli.output import Listing, Note, Row, until_interrupted
+from quire.core.clock import SystemClock
+from quire.core.errors import ObjectNotFound
+from quire.core.json_values import plain
+from quire.core.settings import ObjectSettings
+from quire.objects.options import options_of
+from quire.store import cloning
+from quire.store import standby as standbys
+from quire.store.object_location import open_place
+from quire.store.standby import Promoted, StandbyStatus
+
+clones = Group("clones")
+
+Endpoint = Annotated[
+    str, Option("--endpoint", metavar="URL", help="Of an S3-compatible service.", show_default="the provider's")
+]
+Region = Annotated[str, Option("--region", metavar="NAME", help="S3 only.", show_default="AWS_REGION")]
+AllowHttp = Annotated[bool, Option("--allow-http", help="Let the endpoint be plain HTTP.")]
+StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")]
+Directory = Annotated[str, Argument(metavar="DIR", help="The directory of the standby.")]
+
+
+@command("standby", example="quire standby ./bucket ./standby --promote-after 15")
+def standby(
+    cli: Cli,
+    url: Annotated[str, Argument(metavar="URL", help="The store's bucket: a path, s3://…, gs://…, az://…")],
+    directory: Directory,
+    store_id: StoreId = "",
+    promote_after: Annotated[
+        float,
+        Option(
+            "--promote-after",
+            metavar="SECONDS",
+            help="Become the owner when it has been silent this long; more than 10.",
+            show_default="never",
+        ),
+    ] = 0.0,
+    once: Annotated[bool, Option("--once", help="Apply what is there and end.")] = False,
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
+    log: Log = "",
+) -> Note:
+    """Follow a store's archive in a directory of its own.
+
+    The directory is restored if it is empty, then every change is applied as it appears in the bucket. Other processes read
+    it meanwhile with mode "r". It ends with Ctrl-C or SIGTERM, or when it has become the owner: then open it, or run
+    `quire serve`.
+    """
+    log_to(log)
+    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
+    reached.check("--endpoint")
+    options = options_of(reached, "objects")
+    with (
+        until_interrupted() as ending,
+        standbys.Standby(url, directory, store_id=store_id, options=options) as follower,
+    ):
+        promoted = None
+        follower.poll()
+        _say(cli, follower.status)
+        if not once:
+            promoted = follower.run(promote_after=promote_after or None, stop=ending)
+        status = follower.status
+    if promoted is not None:
+        return _promoted_note(promoted)
+    text = f"{status.path} has the state of {moment(status.at_ms)} (object {status.position})"
+    return Note(text=text, data={"promoted": None, **plain(status)})
+
+
+def _say(cli: Cli, status: StandbyStatus) -> None:
+    """At once: who starts it in the background waits for this line."""
+    stream = sys.stderr if cli.as_json else sys.stdout
+    stream.write(f"following {status.store_id} in {status.path} (pid {os.getpid()})\n")
+    stream.flush()
+
+
+@command("promote", example="quire promote ./standby --yes")
+def promote(
+    cli: Cli,  # noqa: ARG001 - every command gets one
+    directory: Directory,
+    discard: Annotated[
+        bool, Option("--discard", help="Also if another owner has taken over; what it wrote is lost here.")
+    ] = False,
+    yes: Yes = False,
+) -> Note:
+    """Make a standby the owner of its store.
+
+    It applies everything that the owner has archived, ends the owner's log and takes over. The former owner is fenced: it
+    acknowledges nothing more. Stop `quire standby` in this directory first.
+    """
+    if not yes:
+        question = f"make {directory} the owner? The owner that it follows is fenced."
+        confirm(question, "nothing was promoted", {"promoted": None})
+    return _promoted_note(standbys.promote(directory, discard=discard))
+
+
+def _promoted_note(promoted: Promoted) -> Note:
+    text = (
+        f"{promoted.path} is the owner now, in owner epoch {promoted.owner_epoch}, with everything up to object "
+        f"{promoted.position} of the former owner ({promoted.seconds:.1f} s)"
+    )
+    return Note(text=text, data={"promoted": plain(promoted)})
+
+
+# ── clones ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("clone", example="quire clone ./bucket ./copy")
+def clone(
+    cli: Cli,  # noqa: ARG001 - every command gets one
+    source: Annotated[str, Argument(metavar="SOURCE", help="The bucket of an archived store, or its directory.")],
+    directory: Annotated[str, Argument(metavar="DIR", help="A new directory for the clone.")],
+    at: Annotated[
+        str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
+    ] = "",
+    store_id: StoreId = "",
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
+) -> Note:
+    """Create a new store that begins as another one is, or was.
+
+    The clone has an identity of its own and is written to at once. Large files are not copied: it reads them below the
+    parent's prefix of the bucket, and the parent keeps them until `quire clones release`.
+    """
+    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
+    reached.check("--endpoint")
+    at_ms = moment_of(at, "--at", now_ms=SystemClock().now_ms()) if at else None
+    made = cloning.clone(source, directory, at_ms=at_ms, store_id=store_id, options=options_of(reached, "objects"))
+    text = (
+        f"{made.path} is store {made.store_id}, as {made.parent_id} was at {moment(made.at_ms)} ({made.seconds:.1f} s)"
+    )
+    return Note(text=text, data=made)
+
+
+@command("ls", clones, example="quire clones ls --store ./standby")
+def list_clones(cli: Cli) -> Listing:
+    """List the clones that this store keeps objects for."""
+    root = os.path.abspath(cli.path)
+    with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
+        entries = registered.registrations(bucket, txn.store_id())
+    rows = [Row([entry.clone_id, moment(entry.at_ms), f"{entry.host}:{entry.path}"], entry) for entry in entries]
+    return Listing(columns=["clone", "as of", "created at"], rows=rows, empty="no clones")
+
+
+@command("release", clones, example="quire clones release --store ./copy")
+def release(cli: Cli) -> Note:
+    """Let the parents of this clone delete what they kept for it.
+
+    Refused while the clone still reads objects of its parents.
+    """
+    released = cloning.release_clone(cli.path)
+    text = f"{', '.join(released.parents)} keeps nothing for {released.store_id} any more"
+    return Note(text=text, data=released)
+
+
+@command("forget", clones, example="quire clones forget 1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19 --store ./standby --yes")
+def forget(
+    cli: Cli,
+    clone_id: Annotated[str, Argument(metavar="ID", help="The clone, as `quire clones ls` shows it.")],
+    yes: Yes = False,
+) -> Note:
+    """Stop keeping objects for a clone, in its parent. A clone that still exists loses what it reads."""
+    if not yes:
+        confirm(f"keep nothing for {clone_id} any more?", "nothing was changed", {"forgotten": None})
+    root = os.path.abspath(cli.path)
+    with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
+        store_id = txn.store_id()
+        if clone_id not in [entry.clone_id for entry in registered.registrations(bucket, store_id)]:
+            raise ObjectNotFound("there is no such clone", hint="`quire clones ls` lists them", clone_id=clone_id)
+        registered.release(bucket, store_id, clone_id)
+    return Note(text=f"nothing is kept for {clone_id} any more", data={"forgotten": clone_id})
