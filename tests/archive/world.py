@@ -149,6 +149,9 @@ def contents(store: Store) -> dict[str, Any]:
 
 
 def rows(connection: Any) -> dict[int, str]:
+    """Of the table; none if it was not made yet."""
+    if not connection.execute("select 1 from sqlite_master where name = 't'").fetchall():
+        return {}
     return dict(connection.execute("select a, b from t").fetchall())
 
 
