@@ -147,8 +147,8 @@ def _is_too_high(txn: ReadTxn, problem: Problem) -> bool:
 _FROM_HOLDERS = frozenset({"R1", "R2"})
 """Rules whose fixes are counted from other rows."""
 
-CONTAINED = (t.RETENTION, t.AUDIT, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY)
-"""Tables whose damaged rows concern one database, subscriber or reader."""
+CONTAINED = (t.RETENTION, t.AUDIT, t.RETIRED, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY)
+"""Tables whose damaged rows concern one database, object, subscriber or reader."""
 
 _COUNTING = frozenset({"R1", "R4", "S2"})
 """Rules for which every reference has to be counted."""

@@ -36,6 +36,7 @@ STEP_ROWS = 8_192
 GIVEN_UP: dict[t.Table[Any], str] = {
     t.RETENTION: "the policy is not in the change log any more: without it nothing is dropped; then set it again",
     t.AUDIT: "an entry of the audit is lost",
+    t.RETIRED: "an object that waits to be deleted is forgotten: `quire verify --sweep` finds it",
     t.SNAPSHOT_READERS: "the lease of a reader is lost: it has to begin again",
     t.METRICS: "a rolling metric begins anew",
     t.IDEMPOTENCY: "the answer to a keyed batch is lost: a repeat of it would be applied again",
