@@ -329,9 +329,8 @@ def test_segments_that_a_stream_retires_stay_for_the_moments_that_read_them(worl
         assert segments <= world.objects("e/")
         assert store.archive is not None
         store.archive.wait(10)
-        with world.restored(at_ms) as copy:
-            with copy.manifest.read() as txn:
-                assert {row.suffix for _, row in txn.scan(t.WAL_CATALOG)} >= segments
+        with world.restored(at_ms) as copy, copy.manifest.read() as txn:
+            assert {row.suffix for _, row in txn.scan(t.WAL_CATALOG)} >= segments
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ from quire.jobs.stats.job import Usage, stats_job, with_disk
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
-from quire.store.archive_audit import audit_bucket
 from quire.store.info import live_databases
 from quire.store.object_location import options_of
 
@@ -153,6 +152,8 @@ class Heavy:
 
         It compares the bucket with itself: `quire archive audit URL` does the same where the store's directory is lost.
         """
+        from quire.store.archive_audit import audit_bucket  # loads Arrow, which a small stream does without
+
         url = self._store.objects_url
         with self._manifest.read() as txn:
             store_id, options = txn.store_id(), options_of(txn, self._store.settings, url)
