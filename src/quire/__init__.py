@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from quire.manifest.replica import Replica
     from quire.pages.view import SnapshotView
     from quire.service.client import connect
+    from quire.store.archive_copy import open_archive
     from quire.store.backup import BackedUp
     from quire.store.cloning import Cloned, clone
     from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
@@ -200,6 +201,7 @@ __all__ = [
     "connect",
     "iterate",
     "open",
+    "open_archive",
     "promote",
     "restore",
 ]
@@ -226,6 +228,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "Replica": "quire.manifest.replica",
         "SnapshotView": "quire.pages.view",
         "connect": "quire.service.client",
+        "open_archive": "quire.store.archive_copy",
         "BackedUp": "quire.store.backup",
         "Cloned": "quire.store.cloning",
         "clone": "quire.store.cloning",

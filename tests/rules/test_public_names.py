@@ -50,6 +50,7 @@ FUNCTIONS_AND_CLASSES = [
     "connect",
     "iterate",
     "open",
+    "open_archive",
     "promote",
     "restore",
 ]

@@ -108,9 +108,11 @@ class Admission(flight.ServerMiddleware):  # type: ignore[misc]
 class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Looks at every call first. Without tokens everybody who gets this far is admitted: a file permission let him."""
 
-    def __init__(self, tokens: Tokens | None, refusals: Refusals) -> None:
+    def __init__(self, tokens: Tokens | None, refusals: Refusals, *, copy_of: str = "") -> None:
+        """`copy_of` is the URL of an archive of which the store is a copy: then nobody changes anything."""
         self._tokens = tokens
         self._refusals = refusals
+        self._copy_of = copy_of
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> Admission:
         """Check version, kind and token of a call before anything else; count and report refusals (rule 1)."""
@@ -126,7 +128,7 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             self._refusals.add(wrong_call, method=method)
             raise flight.FlightServerError(wrong_call.what, extra_info=write_form(wrong_call))
         if self._tokens is None:
-            return Admission(Role.ADMIN, sent.get(TRACE_HEADER, ""))
+            return Admission(Role.READ if self._copy_of else Role.ADMIN, sent.get(TRACE_HEADER, ""))
         access = self._tokens.access(sent.get(TOKEN_HEADER, ""))
         if access is None:
             shown = "a wrong token" if TOKEN_HEADER in sent else "no token"
@@ -142,6 +144,11 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             denied = AccessDenied(
                 f"{what} needs the admin token", hint="connect with the owner's admin.token", call=what
             )
+            if self._copy_of:
+                hint = "write to the store's owner: option `store` with its directory or address"
+                denied = AccessDenied(
+                    "this is a copy of an archive, to be read", hint=hint, call=what, url=self._copy_of
+                )
             self._refusals.add(denied, call=what, peer=context.peer())
             raise denied
 

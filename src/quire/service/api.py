@@ -23,6 +23,7 @@ class StoreApi(Protocol):
 
     path: str
     settings: StoreSettings
+    copy_of: str
 
     @property
     def mode(self) -> str: ...

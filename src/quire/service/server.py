@@ -91,7 +91,9 @@ class Server:
     def _listen_on_socket(self, store: StoreApi, place: SocketPath) -> None:
         try:
             with binding(place) as path:
-                self._door = _Door(SCHEME + path, FlightGate(None, self._refusals), self._service)
+                self._door = _Door(
+                    SCHEME + path, FlightGate(None, self._refusals, copy_of=store.copy_of), self._service
+                )
                 self._bound = path
             announce(OsDisk(), store.path, place)
         except BaseException:

@@ -15,11 +15,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound, Unavailable
 from quire.core.settings import load
 from quire.durable import names
 from quire.durable.files import OsDisk, read_all
+from quire.objects.open import REMOTE_SCHEMES
 from quire.objects.options import options_at
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
@@ -94,6 +96,9 @@ def access_of(options: Mapping[str, str]) -> OwnerAddress:
     where = options.get("store", "") or options.get("path", "")
     if not where:
         raise InvalidInput("which store?", hint='option("store", PATH), or the address of its owner')
+    if urlsplit(where).scheme.lower() in REMOTE_SCHEMES:
+        hint = f"`with quire.open_archive({where!r}) as store:` and pass `quire.spark.options_of(store)`"
+        raise InvalidInput("the option `store` is a directory or an owner, not a bucket", hint=hint, store=where)
     uri = where if "://" in where else SCHEME + _socket_of(os.path.abspath(where))
     over_network = not uri.startswith(SCHEME)
     token = options.get("token_file", "") or (os.environ.get("QUIRE_TOKEN_FILE", "") if over_network else "")

@@ -102,6 +102,9 @@ class Store:
         self.archive: Archiver | None = None
         """What keeps the store in its bucket, where `archive.mode` says so."""
         self._pid = os.getpid()
+        self.copy_of = ""
+        """The URL of the archive that this is a copy of, to be read (`quire.open_archive`)."""
+        self.after_close: Callable[[], None] | None = None
         self.moved_objects = 0
         """How many objects were looked for in their new place, if the store was opened with `moved=True`."""
         self._wiring = Wiring(
@@ -123,6 +126,8 @@ class Store:
         if self._upkeep_timer is not None:
             self._upkeep_timer.cancel()
         with ExitStack() as closing:  # runs from the last to the first, each whatever the others do
+            if self.after_close is not None:
+                closing.callback(self.after_close)
             if self._lock is not None:
                 closing.callback(self._lock.close)
             closing.callback(self._manifest.close)

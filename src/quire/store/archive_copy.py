@@ -1,0 +1,64 @@
+"""`quire.open_archive`: a store as it was at an archived moment, read from its bucket alone.
+
+The manifest and the tails of logs are restored into scratch; everything large is read from the bucket on demand. The owner's
+directory is not needed, and the owner is not asked. Nothing is claimed, and nothing is written to the bucket. Databases are
+read-only, and a server of this store (`quire.spark.options_of`) refuses every change.
+
+The scratch directory goes when the store is closed; a killed process leaves it in the system's temporary directory.
+
+Threads: one. Raises what restoring raises.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from quire.core.limits import BATCH_OPS_MAX
+from quire.durable.files import OsDisk, remove_tree
+from quire.manifest.ops.databases import UpdateDbStatus
+from quire.manifest.records import DbStatus
+from quire.store import restoring
+from quire.store.drilling import opened_copy
+
+if TYPE_CHECKING:
+    from quire.objects.options import StoreOptions
+    from quire.store.restoring import Progress
+    from quire.store.store import Store
+
+
+def open_archive(
+    url: str,
+    *,
+    at_ms: int | None = None,
+    store_id: str = "",
+    options: StoreOptions | None = None,
+    progress: Progress | None = None,
+) -> Store:
+    """The store in the bucket (or backup) at `url`, as of its newest archived moment or the newest one not after `at_ms`, to be
+    read. Use it as a context manager: closing it removes what was restored."""
+    scratch = tempfile.mkdtemp(prefix="quire-archive-")
+    try:
+        restoring.restore(url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
+        copy = opened_copy(scratch)
+    except BaseException:
+        _remove(scratch)
+        raise
+    try:
+        copy.copy_of = url
+        active = [info.db_id for info in copy.databases() if info.status is DbStatus.ACTIVE]
+        for start in range(0, len(active), BATCH_OPS_MAX):
+            ids = active[start : start + BATCH_OPS_MAX]
+            copy.manifest.submit([UpdateDbStatus(db_id, DbStatus.READ_ONLY) for db_id in ids]).result()
+    except BaseException:
+        copy.close()
+        _remove(scratch)
+        raise
+    copy.after_close = lambda: _remove(scratch)
+    return copy
+
+
+def _remove(scratch: str) -> None:
+    with suppress(FileNotFoundError):
+        remove_tree(OsDisk(), scratch)

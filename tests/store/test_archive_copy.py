@@ -1,0 +1,78 @@
+"""A store is read from its bucket alone, as of an archived moment; the owner's directory is not opened, nothing is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import AccessDenied, InvalidInput, QuireError
+from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
+from quire.spark.access import access_of
+
+
+def make(tmp_path: Path) -> str:
+    """A store in a bucket, whose directory is gone; the bucket's URL."""
+    bucket = str(tmp_path / "bucket")
+    settings = StoreSettings(
+        object_store=bucket, maintenance=MaintenanceSettings(enabled=False), archive=ArchiveSettings(mode="async")
+    )
+    with quire.open(tmp_path / "store", settings=settings) as store:
+        with store.sqlite("shop", create=True) as db:
+            db.execute("create table item(n integer primary key)")
+            db.executemany("insert into item values (?)", [(n,) for n in range(300)])
+        store.checkpoint("shop")
+        with store.sqlite("shop") as db:
+            db.execute("insert into item values (300)")  # in the WAL alone
+        store.create("cart", "lsm")
+        store.kv("cart").put(b"flushed", b"1")
+        store.kv("cart").flush()
+        store.kv("cart").put(b"logged", b"2")
+        store.create("events", "stream")
+        store.stream("events").append([b"a", b"b"]).result()
+    os.rename(tmp_path / "store", tmp_path / "gone")
+    return bucket
+
+
+def names_in(bucket: str) -> list[str]:
+    return sorted(str(path) for path in Path(bucket).rglob("*"))
+
+
+def test_everything_is_read_and_nothing_is_left(tmp_path: Path) -> None:
+    bucket = make(tmp_path)
+    before = names_in(bucket)
+    with quire.open_archive(bucket) as store:
+        scratch = store.path
+        with store.sqlite("shop") as db:
+            assert db.execute("select count(*) from item").fetchall() == [(301,)]
+        assert dict(store.kv("cart").scan()) == {b"flushed": b"1", b"logged": b"2"}
+        assert [bytes(record.payload) for record in store.stream("events").read()] == [b"a", b"b"]
+    assert not os.path.exists(scratch)
+    assert not (tmp_path / "store").exists()
+    assert names_in(bucket) == before, "nothing was claimed or written"
+
+
+def test_changes_are_refused(tmp_path: Path) -> None:
+    with quire.open_archive(make(tmp_path)) as store:
+        with pytest.raises(QuireError):
+            store.kv("cart").put(b"k", b"v")
+        store.serve()
+        with quire.connect(store.path) as client:
+            with pytest.raises(AccessDenied, match="a copy of an archive"):
+                client.create("new", "pages")
+            assert [info.name for info in client.databases()] == ["cart", "events", "shop"]
+
+
+def test_an_archive_that_cannot_be_restored_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(QuireError):
+        quire.open_archive(str(tmp_path / "nothing"))
+    assert not list(tmp_path.glob("quire-archive-*"))
+
+
+def test_the_option_of_a_source_says_how_a_bucket_is_read() -> None:
+    with pytest.raises(InvalidInput, match="not a bucket") as caught:
+        access_of({"store": "s3://bucket/shop"})
+    assert "quire.open_archive('s3://bucket/shop')" in caught.value.hint
