@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from quire.archive.format import AnyEvent, BaseEvent, CreateEvent, RenameEvent, WriteEvent
+from quire.archive.format import AnyEvent, BaseEvent, CreateEvent, RenameEvent, WriteEvent, ZeroEvent
 from quire.archive.queue import EventQueue
 from quire.archive.recorder import Recorder, whole_file
 from quire.archive.replay import Replay
@@ -178,3 +178,19 @@ def test_a_file_that_got_another_name_while_a_base_was_read_is_in_it(tmp_path: P
     disk.link(former, name)
     disk.remove(former)
     assert list(disk.renamed().values()) == [name]
+
+
+def test_zeros_take_no_bytes_behind_the_end_and_overwrite_before_it(tmp_path: Path) -> None:
+    """Half of what a restore wrote were zeros of new segments."""
+    with Replay(OsDisk(), str(tmp_path / "store")) as replay:
+        path = "pages/00000007/wal/0000000000000001.seg"
+        replay.apply([CreateEvent(7, path), WriteEvent(7, 0, b"x" * 100), ZeroEvent(7, 50, 64 * 1024 * 1024)])
+        file = tmp_path / "store" / path
+        assert file.stat().st_size == 50 + 64 * 1024 * 1024
+        assert file.stat().st_blocks * 512 < 1024 * 1024
+        with file.open("rb") as opened:
+            assert opened.read(200) == b"x" * 50 + bytes(150)
+        replay.apply([ZeroEvent(7, 0, 10)])
+        with file.open("rb") as opened:
+            assert opened.read(50) == bytes(10) + b"x" * 40
+        assert file.stat().st_size == 50 + 64 * 1024 * 1024

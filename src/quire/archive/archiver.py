@@ -52,7 +52,7 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
-from quire.archive.queue import Entry, EventQueue, Outgoing, PendingArtifact, PendingBase, Slot
+from quire.archive.queue import Entry, Outgoing, PendingArtifact, PendingBase, Slot, bounded_queue
 from quire.archive.recorder import SPOOL, Recorder
 from quire.archive.sealing import begin_log, fenced_by
 from quire.archive.standbys import StandbyWatch
@@ -94,11 +94,7 @@ class Archiver:
     ) -> None:
         """`confirm` asks the bucket whether the store is still ours: `StoreFenced` if not."""
         # constant after construction
-        self.queue = EventQueue(
-            crowded_bytes=min(OBJECT_BYTES, settings.memory_bytes // 2),
-            full_bytes=settings.memory_bytes,
-            crowded=self._cut_early,
-        )
+        self.queue = bounded_queue(settings.memory_bytes, self._cut_early)
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
         self.settings = settings
         self.standbys = StandbyWatch(self.queue, objects)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
@@ -159,13 +162,40 @@ def _point(store: ObjectStore, store_id: str, position: Position, newest: Positi
     return RestorePoint(store_id=store_id, position=position, at_ms=header.at_ms, base=bases[-1], newest=newest)
 
 
+AHEAD = 3
+"""Objects that are read and decompressed while the one before them is applied; an object has at most 32 MiB of events."""
+
+Wanted = TypeVar("Wanted")
+Read = TypeVar("Read")
+
+
+def _ahead(read: Callable[[Wanted], Read], wanted: Iterable[Wanted]) -> Iterator[Read]:
+    """What `read` makes of each, in order, a few of them at once: requests overlap, and digests and zstd need no interpreter."""
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="quire-archive-read") as pool:
+        under_way: deque[Future[Read]] = deque()
+        try:
+            for one in wanted:
+                under_way.append(pool.submit(read, one))
+                if len(under_way) >= AHEAD:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
 def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]:
     """The events of a base, part by part."""
-    for key, size, digest in base.parts:
+
+    def read(part: tuple[str, int, bytes]) -> list[AnyEvent]:
+        key, size, digest = part
         data = store.get(key)
         if len(data) != size or hashlib.sha256(data).digest() != digest:
             raise Corruption("a part of a base is not the one that the log names", key=key)
-        yield decode_object(data, key)[1]
+        return decode_object(data, key)[1]
+
+    yield from _ahead(read, base.parts)
 
 
 def continues(header: Header, events: list[AnyEvent]) -> bool:
@@ -177,12 +207,15 @@ def log_events(
     store: ObjectStore, store_id: str, first: Position, last: Position
 ) -> Iterator[tuple[Header, bytes, list[AnyEvent]]]:
     """(header, digest, events) of log objects in order, each checked against the one before."""
-    digest: bytes | None = None
-    for number in range(first.number, last.number + 1):
+
+    def read(number: int) -> tuple[int, str, bytes, Header, list[AnyEvent]]:
         key = log_key(store_id, Position(first.epoch, number))
         data = store.get(key)
-        header, events = decode_object(data, key)
-        if header.position.number != number or (digest is not None and header.parent_digest != digest):
+        return number, key, hashlib.sha256(data).digest(), *decode_object(data, key)
+
+    before: bytes | None = None
+    for number, key, digest, header, events in _ahead(read, range(first.number, last.number + 1)):
+        if header.position.number != number or (before is not None and header.parent_digest != before):
             raise Corruption("the archive's log is not one chain", hint="restore an earlier moment with --at", key=key)
-        digest = hashlib.sha256(data).digest()
+        before = digest
         yield header, digest, events

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.archive.format import AnyEvent, BaseEvent, Position
+from quire.archive.format import OBJECT_BYTES, AnyEvent, BaseEvent, Position
 
 
 class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
@@ -231,6 +231,11 @@ class EventQueue:
             self._bytes = 0
             self.since = None
             self._room.notify_all()
+
+
+def bounded_queue(memory_bytes: int, crowded: Callable[[], None]) -> EventQueue:
+    """A queue that asks for a cut when an object is full, or half of the memory, and never takes much more than the memory."""
+    return EventQueue(crowded_bytes=min(OBJECT_BYTES, memory_bytes // 2), full_bytes=memory_bytes, crowded=crowded)
 
 
 @dataclass(slots=True)

@@ -442,6 +442,10 @@ def write_origin(disk: Disk, root: str, origin: Origin) -> None:
 
 
 def _write_zeros(file: File, offset: int, length: int) -> None:
+    """Zeros behind the end of a file are made by its size: they were half of what a restore wrote."""
+    size, end = file.size(), offset + length
+    if end > size:
+        file.truncate(end)
     zeros = bytes(min(length, ZERO_STEP))
-    for at in range(offset, offset + length, ZERO_STEP):
-        file.write_at(memoryview(zeros)[: offset + length - at], at)
+    for at in range(offset, min(end, size), ZERO_STEP):
+        file.write_at(memoryview(zeros)[: min(end, size) - at], at)
