@@ -1,0 +1,127 @@
+"""Status, traffic and metrics of an archive: what people and alerts are told is what is so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import quire
+from quire.archive import status as s
+from quire.archive.metrics import ArchiveCollector
+from quire.archive.moments import moments
+from quire.objects.open import open_store
+from tests.archive.world import Gate, fill, until, world
+
+GOOD = s.DrillRecord(at_ms=5_000, seconds=2.0, restore_seconds=1.0, restored_at_ms=4_000, databases=3, bytes=9)
+
+
+def test_a_quiet_store_is_archived_and_restorable_now(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        fill(w.store, 0)
+        w.archived()
+        until(lambda: w.archiver.status().state == "archived")
+        status = w.archiver.status()
+        assert (status.mode, status.lag_seconds, status.memory_bytes, status.backlog_bytes) == ("async", 0.0, 0, 0)
+        assert status.is_safe
+        assert status.puts == w.archiver.puts > 0
+        assert status.put_bytes > 0
+        assert abs(status.restorable_at_ms - w.store.manifest.clock.now_ms()) < 5_000
+        assert w.store.info().archive is not None
+
+
+def test_a_bucket_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        fill(w.store, 0)
+        w.archived()
+        gate = Gate(w.archiver)
+        gate.is_away = True
+        fill(w.store, 100)
+        until(lambda: w.archiver.status().state == "behind")
+        status = w.archiver.status()
+        assert not status.is_safe
+        assert status.lag_seconds > 0
+        assert status.memory_bytes > 0
+        assert status.last_error
+        gate.is_away = False
+        w.archived()
+        until(lambda: w.archiver.status().state == "archived")
+
+
+def test_the_oldest_and_the_newest_moment_are_found_in_the_bucket(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        fill(w.store, 0)
+        w.archived()
+        first = w.archiver.status().last_cut_at_ms
+        fill(w.store, 100)
+        w.archived()
+        with w.store.manifest.read() as txn:
+            store_id = txn.store_id()
+        bucket = open_store(str(w.bucket))
+        found = moments(bucket, store_id)
+        bucket.close()
+        assert found.oldest_at_ms <= first <= found.newest_at_ms
+        assert found.oldest < found.newest
+        restored = quire.restore(str(w.bucket), w.home / "oldest", at_ms=found.oldest_at_ms)
+        assert restored.position >= found.oldest
+        with pytest.raises(quire.InvalidInput, match="does not reach back"):
+            quire.restore(str(w.bucket), w.home / "before", at_ms=found.oldest_at_ms - 1)
+
+
+def test_rates_are_those_of_the_last_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_000.0]
+    monkeypatch.setattr(s.time, "monotonic", lambda: now[0])
+    traffic = s.Traffic()
+    for _ in range(7_200):
+        now[0] += 1
+        traffic.count(10)
+    puts, size = traffic.per_hour()
+    assert (traffic.puts, traffic.put_bytes) == (7_200, 72_000)
+    assert puts == pytest.approx(3_600, rel=0.02)
+    assert size == pytest.approx(36_000, rel=0.02)
+    now[0] += 2 * s.HOUR_SECONDS
+    assert traffic.per_hour() == (0.0, 0.0)
+    status = s.ArchiveStatus(mode="async", state="archived", puts_per_hour=3_600.0)
+    assert status.puts_per_month == 2_628_000
+    assert status.dollars_per_month == pytest.approx(13.14)
+
+
+def test_a_first_base_is_no_rate() -> None:
+    traffic = s.Traffic()
+    traffic.count(600)
+    assert traffic.per_hour() == pytest.approx((6.0, 3_600.0))
+
+
+def values(status: s.ArchiveStatus | None, now_ms: int = 10_000) -> dict[str, float]:
+    families = ArchiveCollector(lambda: status, lambda: now_ms).collect()
+    return {
+        sample.name.removeprefix("quire_archive_"): sample.value for family in families for sample in family.samples
+    }
+
+
+def test_metrics_are_the_status() -> None:
+    assert set(values(None).values()) == {0.0}
+    status = s.ArchiveStatus(
+        mode="async",
+        state="behind",
+        interval_seconds=2.0,
+        lag_seconds=30.0,
+        memory_bytes=5,
+        backlog_bytes=7,
+        restorable_at_ms=4_000,
+        puts=3,
+        put_bytes=40,
+        fenced=True,
+        last_drill=GOOD,
+    )
+    found = values(status)
+    assert (found["enabled"], found["interval_seconds"], found["lag_seconds"]) == (1, 2, 30)
+    assert (found["backlog_bytes"], found["restorable_age_seconds"], found["fenced"]) == (12, 6, 1)
+    assert (found["puts_total"], found["put_bytes_total"]) == (3, 40)
+    assert (found["last_drill_success"], found["last_drill_timestamp_seconds"], found["last_drill_seconds"]) == (
+        1,
+        5,
+        2,
+    )
+    assert values(replace(status, last_drill=replace(GOOD, problems=("x",))))["last_drill_success"] == 0
