@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from quire.archive.status import Archive, ArchiveStatus, DrillRecord
     from quire.core.async_bridge import iterate
     from quire.core.errors import (
         AccessDenied,
@@ -111,8 +112,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
+    "Archive",
     "ArchiveAhead",
     "ArchiveSettings",
+    "ArchiveStatus",
     "ArtifactGone",
     "BackedUp",
     "ChecksumMismatch",
@@ -124,6 +127,7 @@ __all__ = [
     "DatabaseTombstoned",
     "DbKind",
     "DiskFull",
+    "DrillRecord",
     "FeedSettings",
     "ForeignObject",
     "FormatTooNew",
@@ -210,7 +214,10 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
     _HOMES = dict.fromkeys(__all__, "quire.core.errors") | {
         "iterate": "quire.core.async_bridge",
         "ObjectSettings": "quire.core.settings",
+        "Archive": "quire.archive.status",
         "ArchiveSettings": "quire.core.settings",
+        "ArchiveStatus": "quire.archive.status",
+        "DrillRecord": "quire.archive.status",
         "FeedSettings": "quire.core.settings",
         "LsmSettings": "quire.core.settings",
         "MaintenanceSettings": "quire.core.settings",

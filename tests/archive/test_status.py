@@ -71,7 +71,7 @@ def test_the_oldest_and_the_newest_moment_are_found_in_the_bucket(tmp_path: Path
 
 def test_rates_are_those_of_the_last_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000.0]
-    monkeypatch.setattr(s.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("quire.archive.status.time.monotonic", lambda: now[0])
     traffic = s.Traffic()
     for _ in range(7_200):
         now[0] += 1

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import deque
+from typing import Protocol
 
 import msgspec
 
@@ -107,6 +108,20 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     def dollars_per_month(self) -> float:
         """What the requests of a month cost at the list price of S3 Standard; an estimate."""
         return self.puts_per_month * PUT_DOLLARS
+
+
+class Archive(Protocol):
+    """The archive of an opened store: `store.archive`, `None` if `archive.mode` is off."""
+
+    def status(self) -> ArchiveStatus:
+        """How the archive is doing: what waits, what can be restored, what it costs."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when everything that was done before this call is in the bucket; `NotArchived` after `timeout` seconds
+        (default: `archive.sync_seconds`), `StoreFenced` if another directory has taken the store over."""
+
+    def drill(self) -> DrillRecord:
+        """Restore into scratch, claim nothing, and compare every database with the live store; the result is remembered."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):

@@ -427,7 +427,12 @@ def _archive(manifest: ManifestStore, root: str) -> CheckResult:
     detail = f"{status.mode}; {state_text(status)}"
     match status.state:
         case "fenced":
-            return CheckResult("archive", "fail", detail, "write to the new owner; `quire takeover --discard` gives up what that one wrote")
+            return CheckResult(
+                "archive",
+                "fail",
+                detail,
+                "write to the new owner; `quire takeover --discard` gives up what that one wrote",
+            )
         case "behind" | "stopped":
             return CheckResult(
                 "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows what waits"
