@@ -151,9 +151,11 @@ class Replay:
             number = numbers.get(os.stat(path).st_ino)
             if number is not None:
                 replay._name(os.path.relpath(path, replay._root), number)
+        without_bytes = set(replay._nameless)
         for path, file in read_remote_files(disk, root).items():
             replay._name(path, file.file)
             replay.remote[path] = file
+        replay._nameless |= without_bytes
         replay._is_remote_saved = True
         replay.is_lenient = False
         return replay
@@ -223,7 +225,10 @@ class Replay:
                     self._unbind(event.path)
             case ArtifactEvent():
                 self._unbind(event.path)
+                for name in [name for name in self._paths.get(event.file, ()) if name not in self.remote]:
+                    self._unbind(name)  # of a file that had this number before
                 self._name(self._checked(event.path), event.file)
+                self._nameless.add(event.file)  # here there are no bytes of it
                 self.remote[event.path] = RemoteFile(event.key, event.size, event.sha256, event.file)
                 self._is_remote_saved = False
             case CommitEvent():
