@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.archive.format import Kind
+from quire.archive.format import Kind, Position
 from quire.core.errors import ArchiveAhead, QuireError, StoreFenced
 from quire.durable.failpoints import armed
+from quire.store import archiving, restoring
 from quire.testing.clock import ManualClock
 from tests.archive.world import WAIT, Gate, World, contents, fill, kill, quiet, read, world
 
@@ -222,3 +223,21 @@ def test_a_restore_beside_a_live_owner_disturbs_nothing(tmp_path: Path) -> None:
         w.archived()
         expected = contents(w.store)
     assert read(w.restore("again")) == expected
+
+
+def test_without_a_seal_a_deposed_owner_would_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above would see if the seal were skipped: the owner has looked at its session less than a minute ago."""
+    w = World(tmp_path)
+    fill(w.store, 0)
+    w.archived()
+    last = w.headers()[-1]
+
+    def skipped(*_: object, **__: object) -> tuple[Position, bytes]:
+        return last.position, last.parent_digest
+
+    for module in (archiving, restoring):
+        monkeypatch.setattr(module, "seal", skipped)
+    w.restore("taken", takeover=True)
+    w.store.kv("pairs").put(b"acknowledged", b"and lost")
+    w.archived()
+    w.close()

@@ -1,0 +1,88 @@
+"""The whole-store simulation with an archive: disks are lost and come back from the bucket; planted bugs are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire.archive import bases
+from quire.archive.recorder import RecordedFile, Recorder, written
+from quire.testing.simulation import SimulationFailed
+from tests.archive import losses
+
+SEEDS = 6
+_patch = pytest.MonkeyPatch()
+
+
+def test_a_short_run_finds_nothing() -> None:
+    assert losses.run(3, lives=4, steps=12) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_runs_find_nothing(seed: int) -> None:
+    losses.run(seed)
+
+
+# ── planted bugs: each is called in a process that ends with its life, so nothing is put back ──────────────────────────
+def writes_of_streams_are_not_handed_over() -> None:
+    write_at = RecordedFile.write_at
+
+    def forgetful(self: RecordedFile, data: Any, offset: int) -> None:
+        if "/hot/" in self.path:
+            self._inner.write_at(data, offset)
+        else:
+            write_at(self, data, offset)
+
+    _patch.setattr(RecordedFile, "write_at", forgetful)
+    _patch.setattr(RecordedFile, "write_synced_at", forgetful)
+
+
+def events_come_after_the_acknowledgement() -> None:
+    """The event of a write waits for the next one."""
+    late: list[Any] = []
+
+    def later(self: RecordedFile, data: Any, offset: int) -> None:
+        self._inner.write_at(data, offset)
+        self._inner.sync()
+        late.append(written(self._number, offset, data))
+        if len(late) > 1:
+            self._queue.append(late.pop(0))
+
+    _patch.setattr(RecordedFile, "write_at", later)
+    _patch.setattr(RecordedFile, "write_synced_at", later)
+
+
+def bases_count_before_their_files_are_read() -> None:
+    def nothing(*_: Any) -> Iterator[str]:
+        return iter(())
+
+    _patch.setattr(bases, "_paths", nothing)
+
+
+def tables_are_not_handed_over() -> None:
+    _patch.setattr(Recorder, "completed", lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        writes_of_streams_are_not_handed_over,
+        events_come_after_the_acknowledgement,
+        bases_count_before_their_files_are_read,
+        tables_are_not_handed_over,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_planted_bug_is_found(plant: Callable[[], None]) -> None:
+    def run_seeds() -> None:
+        for seed in range(SEEDS):
+            losses.run(seed, plant=plant)
+
+    with pytest.raises(SimulationFailed, match="findings:"):
+        run_seeds()
