@@ -24,8 +24,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 import quire
+from quire.archive.clones import CloneRegistration, register
 from quire.cli import main, output
-from quire.core.settings import StoreSettings
+from quire.core.settings import ArchiveSettings, StoreSettings
 from quire.durable import quarantine
 from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind
@@ -46,7 +47,8 @@ IN_ORDER = (
     "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest mode",
     "manifest check",
     "feed tail", "feed cursors", "feed resume", "feed drop", "audit",
-    "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved", "takeover",
+    "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
+    "standby", "promote", "clone", "clones ls", "clones release", "clones forget", "takeover",
     "namespace create", "namespace ls", "namespace drop",
     "snapshot drop", "db set", "db set-status", "drop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
@@ -54,6 +56,7 @@ IN_ORDER = (
 
 ENDING = {
     "sqlite follow": " --once",  # else until Ctrl-C
+    "standby": " --once",
     "serve": "",  # until SIGTERM
 }
 EXPECTED: dict[str, str] = {
@@ -68,6 +71,9 @@ EXPECTED: dict[str, str] = {
     "manifest check": "all rules of the manifest hold",
     "jobs show": "12",
     "quarantine ls": "nothing names it",
+    "standby": "has the state of",
+    "promote": "owner epoch 2",
+    "clones ls": "/copy",
     "takeover": "epoch 1",
     "objects moved": "objects checked",
     "tour": "all rules hold",
@@ -122,6 +128,16 @@ def prepare(words: str) -> None:
         for name in ("a", "b"):
             Path("data/lsm", name).write_bytes(b"?")
             quarantine.move(OsDisk(), "data", f"lsm/{name}", why="nothing names it", at_ms=1)
+    if words == "standby":
+        archived = StoreSettings(object_store="../bucket", archive=ArchiveSettings(mode="async"))
+        with quire.open("origin", settings=archived) as store:
+            store.create("shop", "pages")
+    if words == "clones forget":
+        with quire.open("standby") as store:
+            moment = CloneRegistration(
+                clone_id="1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19", position="1.1", at_ms=1, registered_at_ms=1
+            )
+            register(store.objects, store.feed.store_id(), moment)
     if words == "takeover":
         with quire.open("restored", settings=StoreSettings(object_store="../bucket")) as store:
             store.create("shop", "pages")

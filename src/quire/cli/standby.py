@@ -87,7 +87,7 @@ def standby(
 def _say(cli: Cli, status: StandbyStatus) -> None:
     """At once: who starts it in the background waits for this line."""
     stream = sys.stderr if cli.as_json else sys.stdout
-    stream.write(f"following {status.store_id} in {status.path} (pid {os.getpid()})\n")
+    stream.write(f"following {status.store_id} (pid {os.getpid()})\n")
     stream.flush()
 
 
