@@ -20,8 +20,9 @@ from quire.archive.window import Line, list_archive, reach
 from quire.core.errors import InvalidInput
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
-from quire.jobs.archive_window import ArchiveWindow, retired
+from quire.jobs.archive_window import ArchiveWindow
 from quire.manifest import tables as t
+from quire.manifest.retired import retired
 from quire.objects.open import open_store
 from quire.store import opening
 from quire.store.archive_audit import audit_bucket

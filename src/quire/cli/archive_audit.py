@@ -12,7 +12,6 @@ from quire.cli.formatting import count_of, moment, size
 from quire.cli.lookup import Runner, need_runner
 from quire.cli.output import Facts, Listing, Report, Row
 from quire.jobs.audit.table import write_report
-from quire.store.archive_audit import audit_bucket
 from quire.store.layout import objects_url
 from quire.store.object_location import options_of
 
@@ -38,6 +37,8 @@ def audit(
     name, by their digests. Also lists objects that nothing names. Reads only the bucket. Exit code 1 if something is missing or
     altered; orphans do not count.
     """
+    from quire.store.archive_audit import audit_bucket  # loads Arrow, which other commands about archives do without
+
     need_runner(runner)
     if url:
         result = audit_bucket(url, store_id=store_id, runner=runner, progress=_Percent())

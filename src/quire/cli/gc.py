@@ -25,10 +25,10 @@ from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
 from quire.durable.names import parse_object_key
-from quire.jobs.archive_window import retired
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import AuditAction, JobKind, JobState
+from quire.manifest.retired import retired
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn

@@ -20,23 +20,20 @@ Threads: one. Raises what manifest and object store raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from quire.archive.window import Line, list_archive, plan_trim
-from quire.core.errors import ManifestDamaged
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.manifest import tables as t
 from quire.manifest.ops.retired import ForgetRetired
-from quire.manifest.records import RetiredRecord
+from quire.manifest.retired import retired
 
 if TYPE_CHECKING:
     from quire.core.settings import ArchiveSettings
-    from quire.manifest.reads import ReadTxn
 
 LOOK_SECONDS = 3_600.0
 """Between two looks at the archive: each is a listing of it, and bases come once an hour."""
@@ -136,12 +133,3 @@ class ArchiveWindow:
 
     def _is_kept(self, url: str, name: str, since_ms: int) -> bool:
         return self._kept_until(url, name, since_ms) > self._ctx.clock.now_ms()
-
-
-def retired(txn: ReadTxn) -> Iterator[tuple[bytes, RetiredRecord]]:
-    """(digest, row) of every retired object; a damaged row is passed over, and its object stays."""
-    for key, value in txn.raw_scan(t.RETIRED):
-        try:
-            yield t.RETIRED.key.unpack(key)[0], t.RETIRED.rows.decode(key, value)
-        except ManifestDamaged as error:
-            emit("warning", "archive.damaged_row", error=str(error))
