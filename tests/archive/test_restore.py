@@ -1,0 +1,83 @@
+"""A restored store equals the live one at that moment, whatever its engines were doing (A10)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.testing.clock import ManualClock
+from tests.archive.world import Gate, World, contents, fill, read, world
+
+
+def test_a_restore_equals_the_live_store_with_its_snapshots_and_forks(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        fill(w.store, 0, 60)
+        for name in ("shop", "pairs"):
+            w.store.snapshot(name, "monday")
+        fill(w.store, 100, 60)
+        for name in ("shop", "pairs"):
+            w.store.fork(name, f"{name}-fork", at="monday")
+        w.archived()
+        expected = contents(w.store)
+    assert {"shop@monday", "pairs@monday", "shop-fork", "pairs-fork"} <= expected.keys()
+    assert read(w.restore()) == expected
+
+
+def test_each_moment_is_restored_as_it_was(tmp_path: Path) -> None:
+    clock = ManualClock(4_000_000_000_000)
+    w = World(tmp_path, clock=clock)
+    states = []
+    for start in range(0, 500, 100):
+        fill(w.store, start)
+        w.archived()
+        states.append((clock.now_ms(), contents(w.store)))
+        clock.advance(5)
+    w.close()
+    for number, (moment, expected) in enumerate(states):
+        assert w.look(f"moment-{number}", at_ms=moment) == expected
+
+
+def test_many_synced_writes_after_a_rotation(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        kv = w.store.kv("pairs", create=True)
+        kv.put(b"first", b"x" * 10_000)
+        kv.flush()
+        for number in range(500):
+            kv.put(b"%04d" % number, b"y")
+        w.archived()
+        expected = contents(w.store)
+    assert len(expected["pairs"]) == 501
+    assert read(w.restore()) == expected
+
+
+def test_a_checkpoint_that_frees_segments_and_work_that_uses_them_again(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        for start in range(0, 300, 50):
+            fill(w.store, start, 50)
+            w.store.checkpoint("shop")
+            w.store.maintain()
+            if start == 150:
+                w.archived()
+                middle = contents(w.store)
+                assert w.look("middle") == middle
+        w.archived()
+        expected = contents(w.store)
+    assert read(w.restore()) == expected
+
+
+def test_compactions_while_the_bucket_is_away(tmp_path: Path) -> None:
+    """Tables that came and went before anything could be uploaded."""
+    with world(tmp_path) as w:
+        fill(w.store, 0)
+        w.archived()
+        gate = Gate(w.archiver)
+        gate.is_away = True
+        for start in range(100, 900, 100):
+            fill(w.store, start, 40)
+            w.store.kv("pairs").flush()
+            w.store.kv("pairs").compact()
+            w.store.stream("events").seal()
+            w.store.stream("events").compress()
+        gate.is_away = False
+        w.archived()
+        expected = contents(w.store)
+    assert read(w.restore()) == expected
