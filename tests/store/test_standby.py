@@ -180,6 +180,25 @@ def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_pat
             here.store.close()
 
 
+def test_an_owner_that_slept_through_a_promotion_is_fenced_before_it_acknowledges(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        fill(here.store, 0)
+        polled(here)
+        expected = contents(here.store)
+        gate = Gate(here.archiver)
+        gate.held.clear()  # asleep, with an upload in its hands
+        here.store.kv("pairs").put(b"late", b"1")
+        assert gate.is_waiting.wait(30)
+        promote(tmp_path / "standby")
+        gate.held.set()
+        with pytest.raises(StoreFenced, match="epoch 2"):
+            here.archived()
+        with quire.open(tmp_path / "standby", settings=quiet()) as store:
+            assert contents(store) == expected
+        with suppress(StoreFenced):
+            here.store.close()
+
+
 def change_and_wait(here: World) -> None:
     here.archiver.queue.append(StandbyEvent(()))
     here.archived()

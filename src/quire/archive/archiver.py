@@ -40,7 +40,6 @@ from quire.archive.bases import write_base
 from quire.archive.chain import last_object
 from quire.archive.format import (
     NONE,
-    OBJECT_BYTES,
     AnyEvent,
     BaseEvent,
     BreakEvent,
