@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from quire.archive.recorder import REMOTE_FILES
 from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound, Unavailable
 from quire.core.settings import load
 from quire.durable import names
 from quire.durable.files import OsDisk, read_all
-from quire.objects.open import REMOTE_SCHEMES
+from quire.objects.open import REMOTE_SCHEMES, open_store
 from quire.objects.options import options_at
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
 if TYPE_CHECKING:
+    from quire.durable.files import Disk
     from quire.objects.options import StoreOptions
     from quire.service.channel import Channel
     from quire.service.client import Client
@@ -76,6 +78,23 @@ def object_options(hello: Hello) -> dict[str, StoreOptions]:
     named = [(place.url, place.name) for place in hello.namespaces]
     urls = {hello.objects_url, *(url for url, _ in named)}
     return {url: options_at(url, settings, named) for url in urls if "://" in url}
+
+
+def disk_at(path: str) -> Disk:
+    """The disk on which an executor finds the files of the store that `path` is in. A store that was restored from an archive
+    (`quire.open_archive`) has its large files in the bucket."""
+    root = os.path.abspath(path)
+    while not os.path.isfile(os.path.join(root, names.CONFIG)):
+        if root == os.path.dirname(root):
+            return OsDisk()
+        root = os.path.dirname(root)
+    if not os.path.isfile(os.path.join(root, REMOTE_FILES)):
+        return OsDisk()
+    from quire.archive.remote_files import RemoteFiles  # needs lmdb, which executors of other machines have not
+
+    settings = load(read_all(OsDisk(), os.path.join(root, names.CONFIG)))
+    url = settings.object_store
+    return RemoteFiles(OsDisk(), root, lambda: open_store(url, options=options_at(url, settings, [])))
 
 
 def options_of(store: Served) -> dict[str, str]:

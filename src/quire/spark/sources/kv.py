@@ -47,6 +47,7 @@ from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import LSN_MAX, prefix_end
 from quire.service.tickets import KV_IDS, Shelf, TakeIds
+from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, LoadWriter, Options, QuireSource, SourceReader
 
 if TYPE_CHECKING:
@@ -146,10 +147,10 @@ def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[SSTable]]:
             hint="executors share a disk with the owner; `keep_seconds` says how long a version stays that nobody reads",
             path=directory,
         )
-    home, tables = LsmHome(directory), list[SSTable]()
+    home, tables, disk = LsmHome(directory), list[SSTable](), disk_at(directory)
     try:
         for sst_id in sst_ids:
-            tables.append(SSTable.open(OsDisk(), home.sst(sst_id), sst_id))
+            tables.append(SSTable.open(disk, home.sst(sst_id), sst_id))
         yield tables
     finally:
         for table in tables:

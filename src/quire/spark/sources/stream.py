@@ -40,7 +40,6 @@ from pyspark.sql.types import StructType
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
 from quire.core.timeline import Gaps
-from quire.durable.files import OsDisk
 from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
@@ -56,7 +55,7 @@ from quire.service.tickets import (
     RegisterConsumer,
     WaitForRecord,
 )
-from quire.spark.access import object_options
+from quire.spark.access import disk_at, object_options
 from quire.spark.sources.base import (
     WAIT_SECONDS,
     Offset,
@@ -141,7 +140,7 @@ class Records:
         stores = StorePool(lambda url: open_store(url, options=part.options))
         with closing(self.access.channel()) as channel, closing(stores):
             reader = SharedReader(
-                StreamFiles(OsDisk(), share.root, share.stream_id),
+                StreamFiles(disk_at(share.root), share.root, share.stream_id),
                 partial(stores, share.objects_url),
                 share.stream_id,
                 partial(self._locate, channel, share.stream_id),
