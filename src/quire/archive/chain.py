@@ -170,7 +170,7 @@ Read = TypeVar("Read")
 
 
 def _ahead(read: Callable[[Wanted], Read], wanted: Iterable[Wanted]) -> Iterator[Read]:
-    """What `read` makes of each, in order, a few of them at once: requests overlap, and digests and zstd need no interpreter."""
+    """What `read` makes of each, in order, a few at once: requests overlap, digests and zstd need no interpreter."""
     with ThreadPoolExecutor(AHEAD, thread_name_prefix="quire-archive-read") as pool:
         under_way: deque[Future[Read]] = deque()
         try:
