@@ -232,7 +232,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 def encode_object(header: Header, events: list[AnyEvent]) -> bytes:
     """The bytes of an object; sizes and digest of the header are filled in here. Compresses outside the interpreter's lock."""
     raw = _encoder.encode(events)
+    raw_bytes = len(raw)
     body = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(raw)
+    del raw  # as large as the events; the object below is one more copy
     fields = HEADER.pack(
         MAGIC,
         FORMAT,
@@ -246,7 +248,7 @@ def encode_object(header: Header, events: list[AnyEvent]) -> bytes:
         header.restorable,
         header.base,
         header.successor,
-        len(raw),
+        raw_bytes,
         len(body),
         hashlib.sha256(body).digest(),
     )
