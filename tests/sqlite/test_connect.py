@@ -417,3 +417,11 @@ def test_idle_versions_are_given_back_and_used_ones_renewed(store: Store, shop: 
     databases.look_after()
     assert len(pages.readers) == 0
     assert count(shop) == 10
+
+
+def test_a_snapshot_whose_name_has_a_space_and_a_plus_is_opened(tmp_path: Path) -> None:
+    with quire.open(tmp_path / "s") as store:
+        with store.sqlite("shop", create=True) as connection:
+            connection.execute("create table t(a)")
+        store.snapshot("shop", "end of day + 1")
+        assert store.sqlite("shop", at="end of day + 1").execute("select count(*) from t").fetchall() == [(0,)]

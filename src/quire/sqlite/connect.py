@@ -124,7 +124,7 @@ class SqliteDatabases:
         return connection
 
     def _open(self, name: str, parameters: Mapping[str, str], timeout: float, *, read_only: bool = False) -> Connection:
-        uri = f"file:{quote(name, safe='')}" + (f"?{urlencode(parameters)}" if parameters else "")
+        uri = f"file:{quote(name, safe='')}" + (f"?{urlencode(parameters, quote_via=quote)}" if parameters else "")
         access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
         self._opened.file = None
         try:
