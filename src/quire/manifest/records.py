@@ -2,8 +2,7 @@
 
 A record is frozen: the writer keeps decoded records across transactions, so nobody may change one in place. Fields are only
 appended, with defaults (M1): older bytes decode with the defaults, newer bytes decode by ignoring what they do not know.
-Anything else bumps the table's version and adds a step to the migration ledger. Times are milliseconds of the owner's clock;
-0 means "never". Ids are 0 for "none".
+Anything else bumps the version and adds a migration. Times are milliseconds, 0 means "never"; ids are 0 for "none".
 
 The bytes (u16 version + msgpack array, or a packed struct for tables of plain numbers): docs/formats/manifest.md.
 """
@@ -334,21 +333,18 @@ class AuditRecord(Record, frozen=True):
     component: UInt
     generation: UInt
     subject: str = ""
-    """The snapshot's or other database's name, or the object's."""
     number: UInt = 0
-    """The snapshot's or other database's id."""
+    """Name and id of the snapshot or other database; of an object its name, and its slot or segment."""
     size_bytes: UInt = 0
 
 
 class RetiredRecord(Record, frozen=True):
-    """An object that is deleted when no archived moment needs it any more."""
+    """An object that is deleted when no archived moment needs it. Without a URL it is in the store's own object store."""
 
     since_ms: UInt
     name: str
     url: str = ""
-    """Empty: the store's own object store."""
     db_id: UInt = 0
-    """The database it was of; 0: not known."""
 
 
 # ── remote namespaces ─────────────────────────────────────────────────────────────────────────────────────────────────
