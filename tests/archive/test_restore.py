@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import quire
+from quire.manifest import tables as t
+from quire.manifest.ops.local import RecordMetric
+from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.archive.world import Gate, World, contents, fill, read, world
 
@@ -81,3 +85,23 @@ def test_compactions_while_the_bucket_is_away(tmp_path: Path) -> None:
         w.archived()
         expected = contents(w.store)
     assert read(w.restore()) == expected
+
+
+def test_cursors_and_answers_to_repeated_requests_come_back(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        w.store.feed.register(name="reader")
+        fill(w.store, 0)
+        w.store.feed.acknowledge("reader", 2)
+        w.store.manifest.writer.submit(
+            [RecordMetric(7, 1, [1.0])], key=b"request" + bytes(9), result=b"answer"
+        ).result()
+        w.archived()
+        expected = stored(w.store)
+    with quire.open(w.restore(), "r") as store:
+        assert stored(store) == expected
+    assert all(expected)
+
+
+def stored(store: Store) -> list[list[tuple[bytes, bytes]]]:
+    with store.manifest.read() as txn:
+        return [list(txn.raw_scan(table)) for table in (t.CHANGE_CURSORS, t.IDEMPOTENCY)]
