@@ -153,6 +153,7 @@ def test_restore_into_the_past_claims_nothing_and_takes_over_only_with_discard(
     assert run("kv", "put", "cart", "dave", "x", at=shop).code == 0, "the owner continues"
     refused = run("takeover", "--yes", at=old)
     assert (refused.code, "--discard" in refused.err) == (4, True)
+    assert "archive.incomplete" not in refused.err, "nothing was opened"
     assert run("takeover", "--discard", "--yes", at=old).code == 0
     assert run("kv", "get", "cart", "alice", at=old).out == "3 apples\n"
     fenced = run("kv", "put", "cart", "erin", "x", at=shop)

@@ -196,7 +196,7 @@ class Archiver:
                 base_at_ms=self._base_at_ms,
             )
             write_state(self._disk, self._root, state)
-        elif self._failure is None:
+        elif self._failure is None and self._threads:  # without them the opening was refused, and nothing was changed
             emit_safely("warning", "archive.incomplete", lag_seconds=self.lag_seconds(), error=self.last_error)
         self.queue.close()
         return is_done
