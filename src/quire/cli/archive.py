@@ -338,6 +338,8 @@ def _left_text(restored: Restored) -> str:
 
 
 def _lost_text(restored: Restored, mode: str, *, past: bool) -> str:
+    if restored.is_backup:
+        return f"changes after the backup of {moment(restored.at_ms)}"
     if past:
         return f"nothing was removed: changes after {moment(restored.at_ms)} are still in the archive"
     if restored.newest != restored.position:
@@ -349,6 +351,8 @@ def _lost_text(restored: Restored, mode: str, *, past: bool) -> str:
 
 
 def _next_step(restored: Restored, *, takeover: bool, past: bool) -> str:
+    if restored.is_backup:
+        return f"`quire verify --store {restored.path}` reads every byte; the store can be written"
     where = "" if restored.path == os.getcwd() else f" --store {restored.path}"
     if takeover:
         return f"`quire serve{where}`, or open it: it is the owner now"

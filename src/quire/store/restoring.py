@@ -67,6 +67,8 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     files: int
     remote_files: int
     seconds: float
+    is_backup: bool = False
+    """Whether it is a backup: everything is in the directory, which can be written at once."""
 
 
 def restore(
@@ -89,9 +91,8 @@ def restore(
     started = time.monotonic()
     disk, clock = disk or OsDisk(), clock or SystemClock()
     if takeover and at_ms is not None:
-        raise InvalidInput(
-            "a restore into the past does not take over by itself", hint="run `quire takeover --discard`"
-        )
+        hint = "run `quire takeover --discard`"
+        raise InvalidInput("a restore into the past does not take over by itself", hint=hint)
     url = url if "://" in url else os.path.abspath(url)  # quire.toml's paths are relative to the store
     root = os.path.abspath(os.fspath(directory))
     if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
@@ -117,7 +118,7 @@ def restore(
             write_config(disk, root, home, options if index is None else None)
             replay.settle()
             origin = _origin(point, bucket.url, digest) if index is None else None
-            if origin is not None:
+            if origin:
                 write_origin(disk, root, origin)
             replay.finish()
         _recover(root, disk, clock, origin)
@@ -136,6 +137,7 @@ def restore(
             files=replay.files,
             remote_files=len(replay.remote),
             seconds=time.monotonic() - started,
+            is_backup=index is not None,
         )
     finally:
         bucket.close()
