@@ -29,8 +29,7 @@ from quire.archive.replay import Replay
 from quire.core.limits import GIB, KIB, MIB
 from quire.durable.files import OsDisk
 from quire.manifest.store import ManifestStore
-from quire.objects import list_objects, open_store
-from quire.objects.api import ObjectStore
+from quire.objects import ObjectStore, list_objects, open_store
 
 BUCKET = "bench"
 PAGE = 4096

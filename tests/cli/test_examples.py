@@ -49,6 +49,8 @@ IN_ORDER = (
     "feed tail", "feed cursors", "feed resume", "feed drop", "audit",
     "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
     "standby", "promote", "clone", "clones ls", "clones release", "clones forget", "takeover",
+    "archive on", "archive status", "archive drill", "archive audit", "restore-db", "backup", "archive off",
+    "restore-store",
     "namespace create", "namespace ls", "namespace drop",
     "snapshot drop", "db set", "db set-status", "drop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
@@ -59,6 +61,13 @@ ENDING = {
     "standby": " --once",
     "serve": "",  # until SIGTERM
 }
+HERE = {
+    "--runner spark": "--runner threads",
+    "s3://my-bucket/shop": "./archive",
+    "/mnt/backups/shop": "./backup",
+    " --at 2h": "",  # it is younger
+}
+"""What an example names, and what stands for it in the test."""
 EXPECTED: dict[str, str] = {
     "ls": "shop",
     "why": "has not checkpointed it yet",
@@ -141,6 +150,10 @@ def prepare(words: str) -> None:
     if words == "takeover":
         with quire.open("restored", settings=StoreSettings(object_store="../bucket")) as store:
             store.create("shop", "pages")
+    if words == "archive on":
+        with quire.open("vault", settings=StoreSettings(object_store="../archive")) as store:
+            store.create("orders", "lsm")
+            store.kv("orders").put(b"1", b"3 apples")
     if words == "sqlite unfollow":
         with quire.open("data") as store:
             store.followers.follow("app.db", "app")
@@ -160,7 +173,7 @@ def served(line: str) -> str:
     return said
 
 
-def test_every_example_runs(place: Path) -> None:
+def test_every_example_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(IN_ORDER) == {" ".join(words) for words in COMMANDS}
     for words in IN_ORDER:
         prepare(words)
@@ -169,7 +182,10 @@ def test_every_example_runs(place: Path) -> None:
             assert "listening on" in served(line)
             continue
         typed = "select name from item;\n" if words == "sqlite shell" else ""
-        asked = (line + ENDING.get(words, "")).replace("--runner spark", "--runner threads")
+        asked = line + ENDING.get(words, "")
+        for there, here in HERE.items():
+            asked = asked.replace(there, here)
+        monkeypatch.setenv("QUIRE_STORE", "./vault" if words.startswith("archive") else "./data")
         ended = run(*shlex.split(asked)[1:], typed=typed)
         assert (ended.code, ended.err) == (0, ""), line
         assert ended.out, line

@@ -18,7 +18,9 @@ from tests.rules.tree import ROOT, Source, parse, sources
 MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
-LONGER_MODULES: dict[str, int] = {}
+LONGER_MODULES: dict[str, int] = {
+    "src/quire/archive/archiver.py": 720,  # one state over three threads: cutting, uploading, bases
+}
 LONGER_FUNCTIONS: dict[str, int] = {}
 
 CODE = ("src/quire", "bench", "examples", "tests")

@@ -41,7 +41,7 @@ def backup(
     return Note(text=text, data=done)
 
 
-@command("restore-db", example="quire restore-db s3://my-bucket/shop orders --at 2h --as orders-then")
+@command("restore-db", example="quire restore-db s3://my-bucket/shop orders --at 2h --as orders_then")
 def restore_db(
     cli: Cli,
     url: Annotated[str, Argument(metavar="URL", help="An archive or a backup; this store's own bucket is one.")],
