@@ -49,8 +49,9 @@ def test_a_takeover_is_one_change_at_the_beginning_of_a_new_range(manifest: Mani
     last = take_over(manifest, Parent(17, 1234))
     assert manifest.feed.head() == FIRST
     with manifest.read() as txn:
-        ((epoch, row),) = txn.timelines()
-        assert (epoch, row.parent_epoch, row.parent_number, row.ended_at_ms) == (2, 1, 17, 1234)
+        ((first, row),) = txn.timelines()
+        assert (first, row.owner_epoch) == (FIRST, 2)
+        assert (row.parent_epoch, row.parent_number, row.ended_at_ms) == (1, 17, 1234)
         assert txn.gaps() == (Gap(last, FIRST),)
         assert [change.sequence for change in txn.changes()][-2:] == [last, FIRST]
     commit(manifest)
@@ -207,7 +208,7 @@ def test_a_timeline_that_does_not_follow_the_head_is_refused(manifest: ManifestS
     with pytest.raises(StalePlan):
         manifest.submit([Timeline(2, 1, 0, 0, head - 1, FIRST)]).result()
     with pytest.raises(InvalidInput):
-        manifest.submit([Timeline(2, 1, 0, 0, head, FIRST + 1)]).result()
+        manifest.submit([Timeline(2, 1, 0, 0, head, head)]).result()
     with pytest.raises(StalePlan):  # two in one batch would share a sequence
         manifest.submit([Timeline(2, 1, 0, 0, head, FIRST), Timeline(3, 2, 0, 0, head, 3 << 40)]).result()
     assert manifest.feed.head() == head

@@ -119,6 +119,7 @@ ERRORS = [
     "LeaseExpired",
     "QuotaExceeded",
     "SnapshotGone",
+    "EpochLost",
     "UnknownReader",
     "WouldDropEverything",
     "Unavailable",

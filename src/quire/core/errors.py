@@ -112,6 +112,10 @@ class SnapshotGone(NotFound):
     """The version that was asked for is no longer kept: a checkpoint has gone beyond it."""
 
 
+class EpochLost(SnapshotGone):
+    """The version that was asked for was lost when the store was taken over; its number is never given to another."""
+
+
 class UnknownCursor(NotFound):
     """No change cursor has this id or name."""
 

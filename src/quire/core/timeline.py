@@ -46,6 +46,17 @@ def range_start(owner_epoch: int, last: int) -> int:
     return max(owner_epoch << RANGE_BITS, ((last >> RANGE_BITS) + 1) << RANGE_BITS)
 
 
+def restored_start(last: int, chance: int) -> int:
+    """Where the changes of a restored directory begin, which has no owner epoch: in the upper half of the range that was
+    restored, at a place that another restore does not share. `chance` is a random number below 2^38.
+
+    >>> restored_start(7, 5) == (1 << 39) + 5
+    True
+    """
+    begin = (last >> RANGE_BITS << RANGE_BITS) + (1 << RANGE_BITS - 1)
+    return begin + chance if last < begin else range_start(0, last)
+
+
 def lost(gaps: Gaps, position: int) -> Gap | None:
     """The gap that a position is inside of; `None` if it is a position of this store."""
     return next((gap for gap in gaps if gap.last < position < gap.first), None)

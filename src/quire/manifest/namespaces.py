@@ -9,13 +9,14 @@ Threads: any. Raises `ReadOnly`, `InvalidInput`, `StalePlan`.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.errors import StalePlan
-from quire.core.timeline import range_start
+from quire.core.timeline import range_start, restored_start
 from quire.durable.names import parse_object_key
 from quire.durable.object_names import (
     archive_epoch_prefix,
@@ -105,6 +106,15 @@ def _begin(manifest: ManifestStore, at_least: int, parent: Parent | None) -> int
     if timeline:
         manifest.skip_ids()
     return epoch
+
+
+def begin_restored(manifest: ManifestStore, parent: Parent) -> None:
+    """A restored directory is about to be recovered: its changes are not those that the owner made at this point."""
+    with manifest.read() as txn:
+        _, head = txn.feed_bounds()
+        epoch = txn.owner_epoch()
+    first = restored_start(head, secrets.randbits(38))
+    manifest.submit([Timeline(epoch, epoch, parent.number, parent.ended_at_ms, head, first)]).result()
 
 
 def _timeline(txn: ReadTxn, epoch: int, parent: Parent) -> list[Op]:

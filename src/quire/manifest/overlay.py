@@ -449,7 +449,8 @@ class Overlay:
 
     def gaps(self) -> tuple[Gap, ...]:
         """Sequences that takeovers have left out, in order."""
-        return tuple([Gap(row.last_sequence, row.first_number) for _, row in self.timeline.scan()])
+        unpack = t.TIMELINE.key.unpack
+        return tuple([Gap(row.last_sequence, unpack(key)[0]) for key, row in self.timeline.scan()])
 
     def put_db(self, db_id: int, record: DbRecord) -> None:
         """Write a database's row."""

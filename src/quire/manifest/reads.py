@@ -537,17 +537,17 @@ class ReadTxn:
         return oldest, max(last, oldest - 1)
 
     def timelines(self) -> Iterator[tuple[int, TimelineRecord]]:
-        """(owner epoch, record) of every takeover, in order."""
-        for (epoch,), row in self.scan(t.TIMELINE):
-            yield epoch, row
+        """(first number, record) of every range that a takeover or a restore has begun, in order."""
+        for (first_number,), row in self.scan(t.TIMELINE):
+            yield first_number, row
 
     def gaps(self) -> tuple[Gap, ...]:
         """Sequences that takeovers have left out, in order."""
-        return tuple([Gap(row.last_sequence, row.first_number) for _, row in self.timelines()])
+        return tuple([Gap(row.last_sequence, first) for first, row in self.timelines()])
 
     def first_number(self) -> int:
         """The first number of the current range; 0 if the store was never taken over."""
-        return max([row.first_number for _, row in self.timelines()], default=0)
+        return max([first for first, _ in self.timelines()], default=0)
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
         """Change records from sequence `start` on, in order."""

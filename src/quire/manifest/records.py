@@ -513,18 +513,14 @@ class CursorRecord(Record, frozen=True):
 
 
 class TimelineRecord(Record, frozen=True):
-    """A takeover: where the owner before it ended, and where numbers go on (A10)."""
+    """A takeover or a restore: where the owner before it ended. Numbers go on with the key (A10). `owner_epoch` is the one that
+    begins, or was restored; `parent_number` the archive's last object that is here; what came after `ended_at_ms` is lost."""
 
+    owner_epoch: UInt
     parent_epoch: UInt
-    """The owner epoch before."""
     parent_number: UInt
-    """The last object of its archive that this directory was restored from; 0 if it was not restored."""
     ended_at_ms: UInt
-    """When that object was written; of a directory that was not restored, its last commit. What came later is lost."""
     last_sequence: UInt
-    """The last change of the former owner that this store has."""
-    first_number: UInt
-    """The first number of the new range; the change that added this row has it as its sequence."""
     began_at_ms: UInt
 
 

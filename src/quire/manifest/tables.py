@@ -116,10 +116,10 @@ LIVE_LEAF = Table("live_leaf", "db_id u32, leaf u32", r.LeafRef, _LOGGED, "the l
 REMOTE_NAMESPACE = Table("remote_namespace", "namespace_id u32", r.NamespaceRecord, _LOGGED, "buckets and prefixes")
 TIMELINE = Table(
     "timeline",
-    "owner_epoch u32",
+    "first_number u64",
     r.TimelineRecord,
     _LOGGED,
-    "takeovers: where the owner before ended, where numbers go on",
+    "takeovers and restores: where numbers go on, and what was before",
 )
 SNAPSHOT_INDEX = Table(
     "snapshot_index",

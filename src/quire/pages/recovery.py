@@ -96,7 +96,11 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
     mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
-    return WalStart(state.lsn_reserved + 1, state.next_segment_id, mark)
+    with (
+        manifest.read() as txn
+    ):  # after a takeover lsns go on in its range: those below may be of commits that were lost
+        next_lsn = max(state.lsn_reserved + 1, txn.first_number())
+    return WalStart(next_lsn, state.next_segment_id, mark)
 
 
 def published_mark(manifest: ManifestStore, disk: Disk, root: str, db_id: int) -> Mark:

@@ -7,20 +7,23 @@ is the anchor itself, if the snapshot behind it, or the live database, is based 
 time travel keeps is read from there: the checkpoint it was kept for may have been given a floor above it, and then no lease is
 to be had (P9).
 
-Threads: any. Raises `SnapshotGone`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time without a
-zone.
+A version that was lost when the store was taken over is `EpochLost`, never the one before it (A10).
+
+Threads: any. Raises `SnapshotGone`, `EpochLost`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time
+without a zone.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import numpy as np
 
-from quire.core.errors import InvalidInput, OutOfRange, SnapshotGone
+from quire.core.errors import EpochLost, InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
@@ -71,6 +74,35 @@ class FoundVersion:
 
 def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> FoundVersion:
     """The version that was current at `at`. REQUIRES that everything up to `durable` is published: index regions are asked."""
+    lsn = Moment.of(at).lsn
+    begins = [first for first, _ in txn.timelines() if lsn is not None and first > lsn]
+    if lsn is None or not begins:
+        return _find_version(txn, regions, db_id, at, durable, objects_url)
+    if lsn > durable.lsn:
+        raise _lost(db_id, lsn, durable.lsn, begins[0])  # and not "yet": what comes is in a later range
+    version = _find_version(txn, regions, db_id, at, durable, objects_url)
+    if version.mark.lsn < lsn:
+        # The last commit before the takeover is the answer for what was lost, too: unless another one follows before it.
+        last: FoundVersion | None = None
+        with suppress(SnapshotGone):  # then there is one, and it is no longer kept
+            last = _find_version(txn, regions, db_id, min(begins[0] - 1, durable.lsn), durable, objects_url)
+        if last is not None and last.mark.lsn == version.mark.lsn:
+            raise _lost(db_id, lsn, version.mark.lsn, begins[0])
+    return version
+
+
+def _lost(db_id: int, lsn: int, last: int, first: int) -> EpochLost:
+    return EpochLost(
+        f"the versions {last + 1:,} to {lsn:,} were lost when the store was taken over",
+        hint=f"the last one before them is {last}",
+        db_id=db_id,
+        lsn=lsn,
+        last_lsn=last,
+        first_lsn=first,
+    )
+
+
+def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> FoundVersion:
     moment = Moment.of(at)
     if moment.lsn is not None and moment.lsn > durable.lsn:
         raise OutOfRange("there is no such version yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)

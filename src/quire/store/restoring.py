@@ -35,7 +35,9 @@ from quire.durable.files import Disk, OsDisk
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
+from quire.manifest.namespaces import Parent, begin_restored
 from quire.manifest.records import DbKind, MetaRecord, Residency
+from quire.manifest.store import ManifestStore
 from quire.objects.ownership import OwnerFile, newest_owner, write_file
 from quire.store import layout, object_location, opening
 from quire.store.backup import bring, open_backup, read_index
@@ -194,8 +196,17 @@ def _seal(
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
+def _begin_range(root: str, disk: Disk, clock: Clock, origin: Origin) -> None:
+    """Recovery makes changes of its own: not with the sequences of those that the owner made after the restored moment."""
+    path, settings = os.path.join(root, names.MANIFEST), quiet_settings(disk, root).manifest
+    with ManifestStore.open(path, settings=settings, clock=clock, create=False) as manifest:
+        begin_restored(manifest, Parent(origin.position.number, origin.at_ms))
+
+
 def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
     """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
+    if origin is not None:
+        _begin_range(root, disk, clock, origin)
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
         store.rights.refuse("a restored directory is nobody's until it is taken over")
         if origin is not None:

@@ -8,7 +8,6 @@ Ids that only the store hands out move on too, so that one of a lost range is ne
 
 from quire.core.errors import InvalidInput, StalePlan
 from quire.core.ids import some_u32
-from quire.core.timeline import RANGE_BITS
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
@@ -19,7 +18,7 @@ SKIPPED_IDS = {Counter.DB: 1 << 16, Counter.JOB: 1 << 32, Counter.CURSOR: 1 << 3
 
 
 class Timeline(Op, frozen=True, tag=175):
-    """The store was taken over: changes continue with `first_number`."""
+    """The store was taken over, or restored: changes continue with `first_number`."""
 
     component = int(Component.REMOTE)
     jumps = True
@@ -32,16 +31,13 @@ class Timeline(Op, frozen=True, tag=175):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         some_u32("owner_epoch", self.owner_epoch)
-        if self.first_number <= self.last_sequence or self.first_number % (1 << RANGE_BITS):
+        if self.first_number <= self.last_sequence:
             raise InvalidInput(
-                "a range begins at a multiple of 2^40 above the last sequence",
-                last_sequence=self.last_sequence,
-                first_number=self.first_number,
+                "a range begins above the last sequence", last=self.last_sequence, first_number=self.first_number
             )
-        newest = max([(row.first_number, key) for key, row in tables.timeline.scan()], default=(0, b""))
-        key = t.TIMELINE.key.pack(self.owner_epoch)
+        newest = max([gap.first for gap in tables.gaps()], default=0)
         # A second one in the same batch would share its sequence, and their gaps would overlap.
-        if tables.head != self.last_sequence or newest[0] > tables.head or newest[1] >= key:
+        if tables.head != self.last_sequence or newest > tables.head:
             raise StalePlan(
                 "the change feed has moved on, or the store was taken over meanwhile",
                 hint="look again",
@@ -49,17 +45,10 @@ class Timeline(Op, frozen=True, tag=175):
                 last_sequence=self.last_sequence,
                 owner_epoch=self.owner_epoch,
             )
-        tables.timeline.put(
-            key,
-            TimelineRecord(
-                self.parent_epoch,
-                self.parent_number,
-                self.ended_at_ms,
-                self.last_sequence,
-                self.first_number,
-                at_ms,
-            ),
+        record = TimelineRecord(
+            self.owner_epoch, self.parent_epoch, self.parent_number, self.ended_at_ms, self.last_sequence, at_ms
         )
+        tables.timeline.put(t.TIMELINE.key.pack(self.first_number), record)
         for counter in (Counter.DB, Counter.JOB):
             mark = tables.id_watermarks.get(t.ID_WATERMARKS.key.pack(counter))
             raise_watermark(tables, counter, (mark.next_id if mark is not None else 1) - 1 + SKIPPED_IDS[counter])

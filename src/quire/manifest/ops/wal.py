@@ -286,7 +286,10 @@ class AdvanceCheckpoint(Op, frozen=True, tag=44):
                 lsn=self.checkpointed_lsn,
                 last_applied_lsn=state.last_applied_lsn,
             )
-        observe(tables, self.db_id, MetricKind.WAL_LAG, [state.last_applied_lsn - state.checkpointed_lsn], at_ms)
+        # Of a takeover in between, only what came after it counts: the gap is no lag.
+        begins = [gap.first - 1 for gap in tables.gaps() if gap.first <= state.last_applied_lsn]
+        waiting = state.last_applied_lsn - max([state.checkpointed_lsn, *begins])
+        observe(tables, self.db_id, MetricKind.WAL_LAG, [max(waiting, 0)], at_ms)
         tables.wal_state.put(
             key,
             replace(state, last_checkpoint_generation=self.generation, checkpointed_lsn=self.checkpointed_lsn),

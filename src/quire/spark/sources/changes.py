@@ -125,7 +125,7 @@ class ChangesReader(SourceReader):
 
 def gaps_of(owner: Client) -> tuple[Gap, ...]:
     """Sequences that takeovers have left out."""
-    batches = owner.scan("timeline", columns=("last_sequence", "first_number"))
+    batches = owner.scan("timeline", columns=("first_number", "last_sequence"))
     return tuple(Gap(row["last_sequence"], row["first_number"]) for batch in batches for row in batch.to_pylist())
 
 
