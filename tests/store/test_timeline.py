@@ -60,7 +60,7 @@ class TakenOver:
 def _insert(connection: apsw.Connection, number: int) -> int:
     """Insert a row; the lsn of the commit."""
     connection.execute("INSERT INTO t VALUES (?)", (number,))
-    (epoch,) = connection.execute("PRAGMA quire_epoch").fetchone()
+    ((epoch,),) = connection.execute("PRAGMA quire_epoch").fetchall()
     return int(epoch)
 
 
