@@ -81,6 +81,7 @@ def test_an_owner_killed_at_a_step(nursery: Nursery, tmp_path: Path, point: str,
     begun, archived, is_done = live(nursery, tmp_path, f"{point}={after}*off->kill" if after else f"{point}=kill")
     assert not is_done, f"{point} was not reached"
     bucket = tmp_path / "as it was"
+    (tmp_path / "bucket").mkdir(exist_ok=True)  # the first step comes before the first put
     shutil.copytree(tmp_path / "bucket", bucket)
     if archived >= 0 or is_restorable(bucket):  # before a base counts, nobody is told that anything is archived
         quire.restore(str(bucket), tmp_path / "restored")
