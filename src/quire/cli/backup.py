@@ -54,7 +54,9 @@ def restore_db(
         str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")
     ] = "",
 ) -> Note:
-    """Copy one database, stream or key-value set out of an archive or backup into this store.
+    """Copy one database out of an archive or backup.
+
+    It may be a stream or a key-value set too.
 
     The archived moment is restored into scratch and claims nothing. The database appears under its new name when it is
     complete and was compared with the archive. Its snapshots are not copied; records of a stream get new ids and times.

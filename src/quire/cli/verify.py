@@ -19,7 +19,6 @@ from quire.cli.formatting import count_of, moment, seconds_of, size
 from quire.cli.job_progress import Bench, failure_of
 from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import Facts, Listing, Report, Row
-from quire.jobs.verify.job import plan_aged
 from quire.manifest.verification import told
 
 if TYPE_CHECKING:
@@ -138,6 +137,8 @@ def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
 
 
 def _outlook(manifest: ManifestStore, age: float) -> Report:
+    from quire.jobs.verify.job import plan_aged  # loads Arrow
+
     with manifest.read() as txn:
         aged = plan_aged(txn, manifest.clock.now_ms(), age)
     oldest = "none" if not aged.left else (moment(aged.oldest_ms) if aged.oldest_ms else "never verified")

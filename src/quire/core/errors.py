@@ -112,7 +112,7 @@ class SnapshotGone(NotFound):
     """The version that was asked for is no longer kept: a checkpoint has gone beyond it."""
 
 
-class EpochLost(SnapshotGone):
+class EpochLost(NotFound):
     """The version that was asked for was lost when the store was taken over; its number is never given to another."""
 
 
