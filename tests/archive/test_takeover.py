@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 import quire
 from quire.archive.format import Kind, Position
+from quire.archive.sealing import seal
 from quire.core.errors import ArchiveAhead, QuireError, StoreFenced
 from quire.durable.failpoints import armed
+from quire.objects import open_store
 from quire.store import archiving, restoring
 from quire.testing.clock import ManualClock
 from tests.archive.world import WAIT, Gate, World, contents, fill, kill, quiet, read, world
@@ -37,6 +39,21 @@ def test_a_deposed_owner_is_fenced_before_it_acknowledges_anything(tmp_path: Pat
         w.store.close()
     with w.open(taken) as store:
         assert contents(store) == expected
+    with pytest.raises(StoreFenced):
+        w.open()
+
+
+def test_a_seal_alone_is_remembered_by_the_directory(tmp_path: Path) -> None:
+    """A successor seals before it creates its owner object: a look at the bucket would not find it yet."""
+    w = World(tmp_path)
+    fill(w.store, 0)
+    w.archived()
+    with closing(open_store(str(w.bucket))) as bucket:
+        seal(bucket, w.store_id, 1, 2, 0)
+    with pytest.raises(StoreFenced):
+        write_too_late(w)
+    with suppress(QuireError):
+        w.store.close()
     with pytest.raises(StoreFenced):
         w.open()
 

@@ -32,7 +32,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from quire.archive.artifacts import Artifacts
@@ -89,6 +88,7 @@ class Archiver:
         settings: ArchiveSettings,
         fence: Callable[[StoreFenced], None],
         confirm: Callable[[], None],
+        depose: Callable[[StoreFenced], None],
         drill: Callable[[], DrillRecord] | None = None,
     ) -> None:
         """`confirm` asks the bucket whether the store is still ours: `StoreFenced` if not."""
@@ -104,6 +104,7 @@ class Archiver:
         self._objects = objects
         self._fence = fence
         self._confirm = confirm
+        self._depose = depose
         self._drill = drill
         self._store_id, self._epoch = "", 0  # constant after `start`
         self._spool = os.path.join(root, SPOOL)
@@ -664,10 +665,7 @@ class Archiver:
         self.queue.close()  # nobody takes from it; after `_failure`, or `wait` would believe its end
         emit_safely("error", "archive.stopped", error=str(error))
         if isinstance(error, StoreFenced):
-            with suppress(
-                QuireError
-            ):  # the directory remembers its successor, so that the next opening is refused at once
-                self._confirm()
+            self._depose(error)
 
     def _note(self, error: BaseException) -> None:
         if not self.last_error:

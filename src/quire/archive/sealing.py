@@ -98,7 +98,8 @@ def seal(
 def fenced_by(header: Header, key: str) -> StoreFenced:
     """The error of an owner whose next name a seal has."""
     what = f"owner epoch {header.successor} has taken this store over"
-    return StoreFenced(what, hint="write to the new owner; this directory opens with mode='r'", key=key)
+    hint = "write to the new owner; this directory opens with mode='r'"
+    return StoreFenced(what, hint=hint, key=key, successor=f"{header.successor:08x}.00000000")
 
 
 def _sealed_already(header: Header, successor: int) -> tuple[Position, bytes]:

@@ -238,6 +238,13 @@ class Ownership:
                 raise self._fenced.with_traceback(None)
             self._look()
 
+    def depose(self, error: StoreFenced) -> None:
+        """Remember a successor whose seal was met: its owner object, which a look would find, comes after the seal."""
+        with self._lock:
+            if self._fenced is None:
+                self._fenced = error
+                self._mark(self._record, str(error.where.get("successor", "")), error.what)
+
     def owns_legacy(self) -> bool:
         """Whether objects below no store's prefix, at the root of the place, are this store's to delete."""
         self.check()
@@ -371,13 +378,17 @@ class Ownership:
 
     def _end(self, epoch: int, session: int, owner: OwnerObject | None, known: OwnerFile | None) -> StoreFenced:
         """This directory is behind: the store is told, and the file remembers, so that the next opening is refused at once."""
-        self._fenced = error = behind(self._root, self._epoch, known, f"{epoch:08x}.{session:08x}", _told(owner))
-        record = known or OwnerFile(store_id=self._store_id, epoch=self._epoch, session=0, nonce="")
-        with suppress(StorageFault):  # the next life finds out for itself
-            marked = replace(record, successor=f"{epoch:08x}.{session:08x}", successor_text=_told(owner))
-            write_file(self._disk, self._root, marked)
+        successor = f"{epoch:08x}.{session:08x}"
+        self._fenced = error = behind(self._root, self._epoch, known, successor, _told(owner))
+        self._mark(known, successor, _told(owner))
         self._fence(error)
         return error
+
+    def _mark(self, known: OwnerFile | None, successor: str, text: str) -> None:
+        """Have owner.json name the successor."""
+        record = known or OwnerFile(store_id=self._store_id, epoch=self._epoch, session=0, nonce="")
+        with suppress(StorageFault):  # the next life finds out for itself
+            write_file(self._disk, self._root, replace(record, successor=successor, successor_text=text))
 
     def _claimed(self, newest: tuple[int, int, OwnerObject | None] | None) -> OwnerFile | None:
         """The epoch that this directory has claimed and not begun yet (`claim_epoch`), if nobody came after it."""

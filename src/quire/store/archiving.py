@@ -63,6 +63,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         settings=settings.archive,
         fence=manifest.writer.fence,
         confirm=lambda: wiring.rights.before_delete(),
+        depose=lambda error: wiring.rights.depose(error),
         drill=lambda: _drill(store),
     )
     tap = Tap(archiver.recorder, root, below)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from quire.core.errors import InvalidInput, ReadOnly
+from quire.core.errors import InvalidInput, ReadOnly, StoreFenced
 from quire.manifest.namespaces import Parent
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
@@ -104,6 +104,11 @@ class ObjectRights:
             return self._ownership.state
         with self._manifest.read() as txn:
             return OwnerState(object_location.NOT_NEEDED, txn.owner_epoch())
+
+    def depose(self, error: StoreFenced) -> None:
+        """Have the directory remember that it was taken over: the next opening is refused at once."""
+        if self._ownership is not None:
+            self._ownership.depose(error)
 
     def refuse_fenced(self) -> None:
         """Raise `StoreFenced` if this directory remembers that it is behind."""
