@@ -14,7 +14,7 @@ import pytest
 import quire
 from quire.durable.files import OsDisk
 from quire.durable.names import SOCKET, SOCKET_POINTER
-from quire.service.sockets import SocketPath, binding, find_owner, is_alive, place_of, where_owner_listens
+from quire.service.sockets import SocketPath, binding, find_owner, hang_up, is_alive, place_of, where_owner_listens
 from tests.service.conftest import Start
 from tests.service.world import served
 
@@ -135,3 +135,14 @@ def test_a_socket_elsewhere(path: Path, tmp_path: Path) -> None:
     with served(path, f"grpc+unix://{tmp_path}/here.sock") as (_, server), quire.connect(server.address) as client:
         assert client.databases() == []
         assert not (path / SOCKET).exists()
+
+
+def test_hanging_up_leaves_no_copy_of_a_descriptor_behind(tmp_path: Path) -> None:
+    """A copy of a file would stay open for ever, one at each end of a server."""
+    with open(tmp_path / "a file", "w"), socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller, listener.accept()[0]:
+            before = len(os.listdir("/proc/self/fd"))
+            assert hang_up(port) == 1
+            assert caller.recv(1) == b""
+            assert len(os.listdir("/proc/self/fd")) == before

@@ -160,9 +160,9 @@ class RemoteHandle:
         return self._descriptor
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def number_of(file: RemoteFile) -> int:

@@ -181,9 +181,12 @@ def hang_up(bound: str | int) -> int:
     """Shut down the connections accepted at a socket's path or at a TCP port; how many."""
     ended = 0
     for name in os.listdir(DESCRIPTORS):
-        with suppress(OSError, ValueError):
-            copy = socket.socket(fileno=os.dup(int(name)))
-            with copy:
+        with suppress(OSError):
+            # Nothing but sockets is copied: `socket()` would leave a copy of another file open, and closing a copy of LMDB's
+            # lock file would give up this process's lock on it.
+            if not stat.S_ISSOCK(os.stat(os.path.join(DESCRIPTORS, name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
                 if _is_ours(copy, bound):
                     copy.shutdown(socket.SHUT_RDWR)
                     ended += 1
