@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
 
@@ -40,6 +41,27 @@ def test_a_timeout_ends_the_sleep() -> None:
     assert not Doorbell().sleep(0.02)
     assert time.monotonic() - started >= 0.02
     assert not Doorbell().sleep(-1), "a deadline in the past is no sleep at all"
+
+
+def test_a_signal_that_somebody_handles_does_not_end_the_sleep() -> None:
+    """Timers and SIGCHLD are ordinary in web workers: a commit that is awaited meanwhile must not look like one that failed."""
+    bell, alarm = Doorbell(), threading.Event()
+    before = signal.signal(signal.SIGALRM, lambda *_: alarm.set())
+
+    def ring() -> None:
+        alarm.wait(60)
+        bell.ring()
+
+    ringer = threading.Thread(target=ring)
+    ringer.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        assert bell.sleep()
+        assert alarm.is_set()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        ringer.join()
 
 
 def test_every_thread_has_its_own() -> None:

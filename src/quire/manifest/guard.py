@@ -40,6 +40,10 @@ Generations = tuple[tuple[int, int], ...]
 """(component, generation) pairs. Tuples of numbers: the garbage collector stops looking at them after one pass."""
 
 
+COUNTER_BYTES = 8
+"""What a read of an eventfd gives."""
+
+
 def _pairs(touched: tuple[int, ...], reached: int | tuple[int, ...]) -> Generations:
     return tuple(zip(touched, (reached,) if isinstance(reached, int) else reached))
 
@@ -92,7 +96,7 @@ class Doorbell:
             poll.register(self._fd, select.POLLIN)
             if not poll.poll(min(max(timeout, 0), SLEEP_SECONDS_MAX) * 1000):
                 return False
-        os.eventfd_read(self._fd)
+        os.read(self._fd, COUNTER_BYTES)  # not `eventfd_read`, which a signal that somebody handles would end
         return True
 
     def __del__(self) -> None:
