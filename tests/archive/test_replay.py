@@ -149,6 +149,21 @@ class Mirrored(RuleBasedStateMachine):
 TestMirrored = Mirrored.TestCase
 
 
+def test_a_file_that_a_vanished_one_replaced_has_lost_its_name() -> None:
+    """It was renamed over one that the base had read already, and removed before the base came to it."""
+    one, two = NAMES[:2]
+    machine = Mirrored()
+    machine.create(one, 10)
+    machine.create(two, 0)
+    machine.begin_base()
+    machine.read_one_file()
+    machine.rename(two, one)
+    machine.read_one_file()
+    machine.remove(one)
+    machine.restore()
+    machine.teardown()
+
+
 @pytest.mark.parametrize("path", ["../x", "pages/../../x", "pages//x", "etc/passwd", "pages/a\0b"])
 def test_a_path_that_leaves_the_store_is_refused(tmp_path: Path, path: str) -> None:
     with Replay(OsDisk(), str(tmp_path / "r")) as replay, pytest.raises(Corruption):

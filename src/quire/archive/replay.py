@@ -6,7 +6,8 @@ Terms
 
 Rules
   1. Events are applied in order; applying one twice does no harm. Until the object that names the base is reached, events may
-     speak of files that were gone when the base was read: those are passed over. After it, that is `Corruption`.
+     speak of files that were gone when the base was read: those are passed over, but what they replaced has lost its name.
+     After it, that is `Corruption`.
   2. Files are synced before the manifest's rows are committed, as the owner did it (S1); `position` is written last.
   3. Paths come from a bucket: one that leaves the directory is refused.
   4. In a directory that is followed, readers are at work: rows that let go of a file are committed before the file is lost,
@@ -289,6 +290,10 @@ class Replay:
             return
         if not self._disk.exists(self._content(number)):
             if self.is_lenient or number in self._swept:
+                if not self._is_followed:
+                    self._unbind(
+                        path
+                    )  # what the base has under this name was replaced; where the name lives on, its event follows
                 return
             raise Corruption("the archive names a file that it never made", file=number, path=path)
         self._disk.make_dirs(os.path.dirname(target))
