@@ -240,7 +240,11 @@ class TooManyOpenFiles(StorageFault):
 
 
 class AccessDenied(StorageFault):
-    """The object store refused the credentials."""
+    """The credentials do not allow it: the object store's, or the token that a caller shows."""
+
+
+class Unauthenticated(StorageFault):
+    """No token was shown where one is needed, or one that is wrong or has expired."""
 
 
 # ── restore or repair the data ────────────────────────────────────────────────────────────────────────────────────────

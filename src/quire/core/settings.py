@@ -212,12 +212,30 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One long poll; clients that wait for longer ask again."""
     stop_seconds: float = 5.0
     """How long a closing server waits for calls to end; then it hangs up."""
-    http_connections_max: int = 64
+    http_connections_max: int = 1024
     """Connections to the HTTP side at once; more are told to come again."""
+    http_requests_max: int = 256
+    """Requests that are worked on at once; more are told to come again."""
+    http_threads: int = 16
+    """Threads for what blocks: the dashboard, files, replicas. SQL has its own."""
+    http_head_bytes_max: int = 32 * 1024
+    """Of a request's line and headers."""
+    http_head_seconds: float = 10.0
+    """From the first byte of a request, or from the beginning of a connection, to the end of its headers."""
+    http_body_seconds: float = 60.0
+    """From the end of the headers to the end of the body."""
+    http_idle_seconds: float = 30.0
+    """How long a connection is kept open between two requests."""
+    http_send_seconds: float = 30.0
+    """How long a client may take to read any part of an answer."""
     http_events_max: int = 16
     """Pages that follow the store live: each holds a connection."""
     http_ask_readers: bool = False
     """Ask for a token even on loopback: for machines that others log in to."""
+    http_anonymous_writes: bool = False
+    """On loopback, databases can be written without a token, as well as read. For development, and for machines of one user."""
+    jwt_keys: tuple[str, ...] = ()
+    """Files of public keys (Ed25519, PEM or base64) whose signed tokens are accepted, beside the store's own key."""
     http_hosts: tuple[str, ...] = ()
     """Names the HTTP side is reached by, beside localhost and addresses: a name that is not listed is refused."""
     http_sample_seconds: float = 10.0
@@ -229,7 +247,16 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.batch_bytes >= 64 * 1024, "service.batch_bytes must be at least 64 KiB")
         _require(0 < self.wait_seconds_max <= 300, "service.wait_seconds_max lies in (0, 300]")
         _require(self.busy_seconds >= 0 and self.stop_seconds >= 0, "service: times must not be negative")
-        _require(2 <= self.http_connections_max <= 4096, "service.http_connections_max lies in [2, 4096]")
+        _require(2 <= self.http_connections_max <= 16_384, "service.http_connections_max lies in [2, 16384]")
+        _require(1 <= self.http_requests_max <= 16_384, "service.http_requests_max lies in [1, 16384]")
+        _require(1 <= self.http_threads <= 256, "service.http_threads lies in [1, 256]")
+        _require(1024 <= self.http_head_bytes_max <= MIB, "service.http_head_bytes_max lies in [1 KiB, 1 MiB]")
+        seconds = (self.http_head_seconds, self.http_body_seconds, self.http_idle_seconds, self.http_send_seconds)
+        _require(min(seconds) > 0, "service: http_…_seconds must be positive")
+        _require(
+            not (self.http_ask_readers and self.http_anonymous_writes),
+            "service.http_anonymous_writes needs http_ask_readers = false",
+        )
         _require(
             1 <= self.http_events_max < self.http_connections_max,
             "service.http_events_max lies in [1, http_connections_max)",

@@ -42,6 +42,8 @@ SOCKET_POINTER = "quire.sock.at"
 ADMIN_TOKEN = "admin.token"
 READ_TOKEN = "read.token"
 """What clients show who come over the network."""
+SIGNING_KEY = "jwt.key"
+"""Signs the tokens of single databases (W5)."""
 READERS = "readers"
 PAGES = "pages"
 STREAMS = "streams"
@@ -113,7 +115,9 @@ class FixedFile(msgspec.Struct, frozen=True, kw_only=True):
         return self.name
 
 
-FIXED_FILES = frozenset({CONFIG, LOCK, MANIFEST, MANIFEST_LOCK, SOCKET, SOCKET_POINTER, ADMIN_TOKEN, READ_TOKEN})
+FIXED_FILES = frozenset(
+    {CONFIG, LOCK, MANIFEST, MANIFEST_LOCK, SOCKET, SOCKET_POINTER, ADMIN_TOKEN, READ_TOKEN, SIGNING_KEY}
+)
 
 
 class LeaseFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,11 @@ import hmac
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.core.errors import InvalidConfig
+from quire.durable import names
 from quire.durable.files import translated
 from quire.service.tickets import Role
 
@@ -26,19 +28,42 @@ TOKEN_BYTES_MAX = 4_096
 
 def ensure_token(path: str) -> str:
     """The token in a file, which is made with a new one if it is not there."""
-    try:
-        with translated(path, "making a token file"):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:
-        return read_token(path)
     token = secrets.token_urlsafe(32)
-    with os.fdopen(fd, "w") as file:
-        file.write(token + "\n")
-    return token
+    return token if make_private(path, token.encode() + b"\n") else read_token(path)
 
 
 def read_token(path: str) -> str:
     """The token in a file (rule 1)."""
+    text = read_private(path, TOKEN_BYTES_MAX + 1).strip()
+    if not TOKEN_BYTES_MIN <= len(text) <= TOKEN_BYTES_MAX or not text.isascii() or not text.decode().isprintable():
+        raise InvalidConfig(
+            "a token is one line of at least 16 printable characters",
+            hint="remove the file: it is made anew",
+            path=path,
+        )
+    return text.decode()
+
+
+def make_private(path: str, contents: bytes) -> bool:
+    """Make a file that only its owner may read; whether it was not there before."""
+    temporary = f"{path}.{os.getpid()}{names.TEMPORARY}"
+    with translated(path, "making a token file"), suppress(FileNotFoundError):
+        os.unlink(temporary)  # of a process that was killed here
+    with translated(path, "making a token file"):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(contents)
+            os.link(temporary, path)  # whole or not at all: another process may be about to read it
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(temporary)
+    return True
+
+
+def read_private(path: str, bytes_max: int) -> bytes:
+    """What is in a file that only its owner may read (rule 1)."""
     try:
         with translated(path, "reading a token file"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -47,14 +72,7 @@ def read_token(path: str) -> str:
     with os.fdopen(fd, "rb") as file:
         if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
             raise InvalidConfig("others may read the token file", hint=f"chmod 600 {path}", path=path)
-        text = file.read(TOKEN_BYTES_MAX + 1).strip()
-    if not TOKEN_BYTES_MIN <= len(text) <= TOKEN_BYTES_MAX or not text.isascii() or not text.decode().isprintable():
-        raise InvalidConfig(
-            "a token is one line of at least 16 printable characters",
-            hint="remove the file: it is made anew",
-            path=path,
-        )
-    return text.decode()
+        return file.read(bytes_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +87,13 @@ class Tokens:
             raise InvalidConfig("the tokens for reading and for everything are the same", hint="give each its own file")
 
     def access(self, header: str) -> Role | None:
-        """What the header `authorization: Bearer …` allows; `None`: nothing. Both are always compared (rule 2)."""
+        """What the header `authorization: Bearer …` allows; `None`: nothing."""
         scheme, _, shown = header.partition(" ")
-        given = shown.strip().encode() if scheme.lower() == "bearer" else b""
+        return self.role(shown.strip() if scheme.lower() == "bearer" else "")
+
+    def role(self, token: str) -> Role | None:
+        """What a token allows; `None`: nothing. Both are always compared (rule 2)."""
+        given = token.encode(errors="replace")
         is_admin = self.admin is not None and hmac.compare_digest(given, self.admin.encode())
         is_read = self.read is not None and hmac.compare_digest(given, self.read.encode())
         return Role.ADMIN if is_admin else Role.READ if is_read else None

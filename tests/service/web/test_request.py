@@ -16,7 +16,8 @@ import pytest
 
 import quire
 from quire.service.server import Credentials
-from quire.service.web.request import BODY_BYTES_MAX, HEADERS
+from quire.service.web.dashboard import BODY_BYTES_MAX
+from quire.service.web.headers import SECURITY_HEADERS as HEADERS
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.service.test_access import certificate
@@ -86,7 +87,7 @@ def test_on_loopback_reading_is_free_and_changing_is_not(anybody: Asker, boss: A
     assert anybody.get("/api/me").json == {"role": "read", "asks_readers": False}
     assert boss.get("/api/me").json["role"] == "admin"
     refused = anybody.post("/api/databases/shop/snapshots", {"name": "x"})
-    assert (refused.status, refused.json["error"]) == (401, "AccessDenied")
+    assert (refused.status, refused.json["error"]) == (401, "Unauthenticated")
     assert "admin.token" in refused.json["hint"]
     reader = Asker(anybody.address, (Path(store.path) / "read.token").read_text().strip())
     assert reader.get("/api/me").json["role"] == "read"

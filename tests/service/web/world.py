@@ -97,12 +97,10 @@ class Events:
         self._socket = socket.create_connection(asker.place, timeout=60)
         shown = f"Authorization: Bearer {asker.token}\r\n" if asker.token else ""
         self._socket.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost\r\n{shown}\r\n".encode())
-        self._file = self._socket.makefile("rb")
-        self.status = int(self._file.readline().split()[1])
-        self.headers: dict[str, str] = {}
-        while line := self._file.readline().strip():
-            name, _, value = line.decode().partition(": ")
-            self.headers[name.lower()] = value
+        self._file = http.client.HTTPResponse(self._socket)
+        self._file.begin()
+        self.status = self._file.status
+        self.headers = {name.lower(): value for name, value in self._file.getheaders()}
 
     def next(self) -> tuple[str, Any]:
         """The next event; ("", None) at the end."""

@@ -6,15 +6,16 @@ Terms
 
 Rules
   1. A name that is not ours is refused before anything else: a foreign page whose name was pointed at this machine (DNS
-     rebinding) must not be taken for our own. Ours are localhost, every plain address, and `service.http_hosts`.
+     rebinding) must not be taken for our own. Ours are localhost, every plain address, and `service.http_hosts`, and what has
+     one more label before such a name: it is a database's (W4).
   2. A page of another origin is refused, whatever it asks for; programs, which name no origin, are not.
   3. The token comes in `Authorization` only: never in an address, which is logged and remembered, and never in a cookie, which
      a browser would add to a foreign page's request.
-  4. Changing something needs the admin token, everywhere. Reading needs none on loopback unless `service.http_ask_readers`
-     says so, and a token anywhere else.
+  4. Without a token: everything through a Unix socket, whose file permissions let the caller in; on loopback reading, unless
+     `service.http_ask_readers` says otherwise, and writing, if `service.http_anonymous_writes` says so; nothing anywhere else.
   5. A token that is wrong is refused even where none is needed: its owner believes to be somebody.
 
-Threads: any; constant after construction. Raises `HttpError`.
+Threads: any; constant after construction. Raises `HttpError`, `Unauthenticated`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from quire.core.errors import AccessDenied
+from quire.core.errors import AccessDenied, Unauthenticated
+from quire.service.grants import Access, Grant
 from quire.service.messages import Role
+from quire.service.signed_tokens import Verifier
 from quire.service.tokens import Tokens
 from quire.service.web.answers import HttpError
 
 LOCALHOST = "localhost"
+LOOPBACK_WRITES = Grant(holder="loopback", everywhere=Access.WRITE, is_anonymous=True)
+LOOPBACK_READS = Grant(holder="loopback", everywhere=Access.READ, is_anonymous=True)
 
 
 class Headers(Protocol):
@@ -38,32 +43,81 @@ class Headers(Protocol):
     def get(self, name: str, /) -> str | None: ...
 
 
+class HasHeaders(Protocol):
+    """A request or a WebSocket."""
+
+    @property
+    def headers(self) -> Headers: ...
+
+
 class WebGate:
     """Looks at the headers of a request."""
 
-    def __init__(self, tokens: Tokens, *, asks_readers: bool, hosts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        verifier: Verifier,
+        *,
+        anonymous: Grant = Grant.NOTHING,
+        hosts: tuple[str, ...] = (),
+        checks_host: bool = True,
+    ) -> None:
         self._tokens = tokens
+        self._verifier = verifier
+        self._anonymous = anonymous
         self._hosts = frozenset({LOCALHOST, *(host.lower().rstrip(".") for host in hosts)})
-        self.asks_readers = asks_readers
+        self._checks_host = checks_host
+        """A browser does not reach a Unix socket, so what the name there is does not matter."""
 
+    @property
+    def asks_readers(self) -> bool:
+        """Whether reading needs a token here."""
+        return self._anonymous.everywhere < Access.READ
+
+    # ── who asks ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def grant(self, connection: HasHeaders) -> Grant:
+        """What the token of a request, or the want of one, allows (rules 3 to 5)."""
+        shown = connection.headers.get("authorization")
+        if shown is None:
+            return self._anonymous
+        scheme, _, token = shown.partition(" ")
+        return self.grant_of_token(token.strip() if scheme.lower() == "bearer" else "")
+
+    def grant_of_token(self, token: str | None) -> Grant:
+        """What a token allows, however it came here; `None`: none was shown."""
+        if token is None:
+            return self._anonymous
+        role = self._tokens.role(token)
+        if role is not None:
+            return Grant.ADMIN if role is Role.ADMIN else Grant.READ
+        if token.count(".") == 2:
+            return self._verifier.grant(token)
+        raise Unauthenticated("the token is wrong", hint="see the store's admin.token, or `quire token create`")
+
+    # ── from where ────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_site(self, headers: Headers) -> None:
         """Refuse names that are not ours, against DNS rebinding, and pages of other origins (rules 1 and 2)."""
-        host = headers.get("Host") or ""
-        if not self._is_ours(host):
+        host = headers.get("host") or ""
+        if self._checks_host and not self._is_ours(host):
             hint = "ask by address, or add the name to service.http_hosts in quire.toml"
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("the store is not known by this name", hint=hint))
-        origin = headers.get("Origin")
+        origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
-        if (headers.get("Sec-Fetch-Site") or "none") not in ("none", "same-origin"):
+        if (headers.get("sec-fetch-site") or "none") not in ("none", "same-origin"):
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
 
+    def database_label(self, headers: Headers) -> str:
+        """The database that the name in `Host` begins with, as in shop.localhost; empty if it has none (W4)."""
+        name = _host_name(headers.get("host") or "")
+        label, _, rest = name.partition(".")
+        return label if rest in self._hosts and name not in self._hosts else ""
+
     def _is_ours(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-        except ValueError:
+        name = _host_name(host)
+        if not name:
             return False
-        if name in self._hosts:
+        if name in self._hosts or name.partition(".")[2] in self._hosts:
             return True
         try:
             ipaddress.ip_address(name)
@@ -71,33 +125,19 @@ class WebGate:
             return False
         return True  # a browser shows an address only if that is where it went
 
-    def role(self, headers: Headers) -> Role | None:
-        """What the request's token, or the want of one, allows; `None`: nothing (rules 3 to 5)."""
-        shown = headers.get("Authorization")
-        if shown is None:
-            return None if self.asks_readers else Role.READ
-        access = self._tokens.access(shown)
-        if access is None:
-            raise HttpError(HTTPStatus.UNAUTHORIZED, AccessDenied("the token is wrong", hint="see `admin.token`"))
-        return access
 
-    def need(self, role: Role | None, wanted: Role | None) -> None:
-        """Refuse a request that wants more than its role allows; `None` wants nothing."""
-        if wanted is None:
-            return
-        if role is None:
-            hint = "show the token that is in the store's read.token or admin.token"
-            raise HttpError(HTTPStatus.UNAUTHORIZED, AccessDenied("this needs a token", hint=hint))
-        if wanted is Role.ADMIN and role is not Role.ADMIN:
-            status = HTTPStatus.UNAUTHORIZED if not self.asks_readers else HTTPStatus.FORBIDDEN
-            hint = "show the token that is in the store's admin.token"
-            raise HttpError(status, AccessDenied("this needs the admin token", hint=hint))
+def _host_name(host: str) -> str:
+    """The name in `Host`, without its port; empty if it is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can come in by an address.
 
-    >>> [is_loopback(each) for each in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "data.lan")]
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "data.lan")]
     [True, True, True, False, False]
     """
     if host == LOCALHOST:

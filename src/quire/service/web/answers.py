@@ -28,6 +28,7 @@ from quire.core.errors import (
     StoreClosed,
     StoreUnusable,
     TimedOut,
+    Unauthenticated,
     Unavailable,
 )
 from quire.core.json_values import plain
@@ -36,6 +37,7 @@ JSON = "application/json; charset=utf-8"
 NUMBER_MAX = 2**53 - 1
 
 _STATUS: tuple[tuple[type[QuireError], HTTPStatus], ...] = (
+    (Unauthenticated, HTTPStatus.UNAUTHORIZED),
     (AccessDenied, HTTPStatus.FORBIDDEN),
     (ReadOnly, HTTPStatus.FORBIDDEN),
     (InvalidInput, HTTPStatus.BAD_REQUEST),

@@ -24,11 +24,6 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
 
 class Asset(NamedTuple):
     """One file."""

@@ -8,17 +8,17 @@ Rules
   1. The store is looked at once per round, however many pages listen, and not at all while none does.
   2. A round has at most `CHANGES_MAX` changes and says how many it skipped; rounds are at least `ROUND_SECONDS` apart: a store
      with thousands of commits a second costs no more than a busy page.
-  3. Who does not read is dropped: when its queue is full, or when a write takes longer than `SEND_SECONDS`. It reconnects and
-     asks for the page anew, so nothing is lost by it.
+  3. Who does not read is dropped when its queue is full. It reconnects and asks for the page anew, so nothing is lost by it.
   4. There are at most `service.http_events_max` places.
 
-Threads: the hub's own tells; each place is read by the thread of its connection.
+Threads: the hub's own tells; each place is read by the event loop.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from quire.core.errors import Overloaded, QuireError, TimedOut
@@ -34,39 +34,39 @@ BEAT_SECONDS = 2.0
 PIECE_SECONDS = 0.2
 """How long the hub waits before it looks whether it is to end."""
 QUEUE_MAX = 32
-SEND_SECONDS = 5.0
 
 
 class Subscriber:
     """One page that listens."""
 
-    def __init__(self) -> None:
-        self._news = threading.Condition()
-        # guarded by _news
+    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
+        """`notify` is called, in any thread, when there is something to take."""
+        self._notify = notify
+        self._lock = threading.Lock()
+        # guarded by _lock
         self._queue: deque[bytes] = deque()
         self._over = False
         self.dropped = False
 
     def tell(self, event: bytes) -> bool:
         """Queue an event; whether there was room (rule 3)."""
-        with self._news:
+        with self._lock:
             if len(self._queue) >= QUEUE_MAX:
                 self.dropped = self._over = True
             else:
                 self._queue.append(event)
-            self._news.notify()
-            return not self.dropped
+        self._notify()
+        return not self.dropped
 
     def end(self) -> None:
         """Nothing more comes."""
-        with self._news:
+        with self._lock:
             self._over = True
-            self._news.notify()
+        self._notify()
 
     def take(self) -> bytes | None:
-        """Everything that is queued, once there is something; `None` when it is over."""
-        with self._news:
-            self._news.wait_for(lambda: self._queue or self._over)
+        """Everything that is queued, nothing if there is nothing yet; `None` when it is over."""
+        with self._lock:
             if self._over:
                 return None
             events = b"".join(self._queue)
@@ -92,12 +92,12 @@ class Hub:
         """Pages that listen."""
         return len(self._places)
 
-    def join(self) -> Subscriber:
+    def join(self, notify: Callable[[], None] = lambda: None) -> Subscriber:
         """A place for one more page (rule 4)."""
         with self._wanted:
             if self._stopping or len(self._places) >= self._places_max:
                 raise Overloaded("all places for live updates are taken", hint="close a page", places=self._places_max)
-            place = Subscriber()
+            place = Subscriber(notify)
             place.tell(event("hello", {"head": self._sight.manifest.feed.head(), "at_ms": self._sight.clock.now_ms()}))
             self._places.add(place)
             if self._thread is None:
@@ -106,12 +106,10 @@ class Hub:
             self._wanted.notify_all()
             return place
 
-    def leave(self, place: Subscriber, *, dropped: bool = False) -> None:
+    def leave(self, place: Subscriber) -> None:
         """The page is gone."""
         with self._wanted:
-            if place in self._places:
-                self._places.discard(place)
-                self.dropped += dropped or place.dropped
+            self._places.discard(place)
 
     def close(self) -> None:
         """Send everybody away and end the thread."""

@@ -10,7 +10,7 @@ Threads: any.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -35,7 +35,8 @@ from quire.stream.metrics import StreamCollector
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv, Stats
-    from quire.service.web.server import WebFigures
+    from quire.service.web.context import WebPart
+    from quire.service.web.counters import WebFigures
     from quire.stream.stream import Stream, StreamInfo
 
 OWNER_STATES = ("not needed", "unconfirmed", "confirmed", "fenced")
@@ -141,12 +142,28 @@ class WebCollector(_Collector):
         yield Counter("quire_http_failed", "requests answered with an error", value=figures.failed)
         yield Counter("quire_http_refused", "requests without the right to be made", value=figures.refused)
         yield Counter("quire_http_busy", "connections that found no place", value=figures.busy)
+        limited = Counter("quire_http_limited", "refusals because something was used up", labels=["limit"])
+        for limit, count in sorted(figures.limited.items()):
+            limited.add_metric([limit], count)
+        yield limited
         yield Counter("quire_http_pages_dropped", "pages that did not read their updates", value=figures.pages_dropped)
         yield Gauge("quire_http_connections", "connections that are open", value=figures.connections_now)
         yield Gauge("quire_http_pages", "pages that follow the store live", value=figures.pages_now)
 
 
-def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegistry:
+class PartsCollector(_Collector):
+    """What the parts of the HTTP side count: the SQL server, the replicas."""
+
+    def __init__(self, parts: Sequence[WebPart]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        """The current figures."""
+        for part in self._parts:
+            yield from part.collect()
+
+
+def registry(sight: Sight, figures: Callable[[], WebFigures], parts: Sequence[WebPart]) -> CollectorRegistry:
     """Everything that is exported, in a registry of its own: several stores may be served by one process."""
     prometheus = CollectorRegistry(auto_describe=False)
     collectors: tuple[Any, ...] = (
@@ -158,6 +175,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
         ArchiveCollector(lambda: sight.info().archive, sight.clock.now_ms),
         FlightCollector(sight),
         WebCollector(figures),
+        PartsCollector(parts),
     )
     for collector in collectors:
         prometheus.register(collector)

@@ -1,102 +1,102 @@
-"""The HTTP side of an owner: metrics, health and the dashboard. Made by `store.serve_http()`.
+"""The HTTP side of an owner: SQL, replicas, versions as files, metrics, health and the dashboard (W1). Made by
+`store.serve_http()`.
 
-Terms
-  web   what the connections share: the gate, the routes, the hub, the counts
+It is a Starlette application on uvicorn's protocols, in an event loop of its own (uvloop) in a thread of its own.
 
 Rules
   1. Loopback unless another address is given; beyond loopback everything but health and the page's own files needs a token.
-  2. Bounded: so many connections at once, a thread each; who comes beyond that is told so in a moment, and nobody waits for it.
-  3. Closing stops listening, ends live updates, and hangs up on whoever has not gone after `stop_seconds`.
+  2. Nothing blocks the event loop: what does runs in the context's threads.
+  3. Closing stops listening, ends live updates, lets requests end for `stop_seconds` and then hangs up; parts are closed last.
   4. Figures are looked at by one thread every `http_sample_seconds`, for the history a page shows.
 
-Threads: one listens, one samples, one is the hub's, one per connection. `close` from any other.
+Threads: the loop's, one samples, one is the hub's, the context's for calls. `close` from any other.
 Raises `InvalidInput` for an address, `InvalidConfig` for tokens and certificates, `ReadOnly` for a store opened for reading.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-import socketserver
-import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from email.utils import formatdate
 from functools import cached_property
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Self
 
-import msgspec
+import uvloop
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
-from quire.core.errors import InvalidConfig, InvalidInput, Overloaded, QuireError, ReadOnly
+from quire.core.errors import QuireError, ReadOnly
 from quire.core.events import emit
 from quire.durable import names
 from quire.service.admission import Refusals
+from quire.service.grants import Grant
 from quire.service.server import Credentials
+from quire.service.signed_tokens import verifier
 from quire.service.tokens import Tokens, ensure_token
-from quire.service.web.access import WebGate, is_loopback
-from quire.service.web.answers import error_answer
+from quire.service.web.access import LOOPBACK_READS, LOOPBACK_WRITES, WebGate, is_loopback
+from quire.service.web.app import build_app, make_parts
+from quire.service.web.context import WebContext
+from quire.service.web.counters import WebCounts, WebFigures
+from quire.service.web.dashboard import Dashboard
 from quire.service.web.dashboard_state import Explain, Sight, WebStore
 from quire.service.web.hub import Hub
+from quire.service.web.listening import HTTP, UNIX, WebAddress, bind, parse_address, tls_context
 from quire.service.web.metrics import exposition, registry
-from quire.service.web.request import IDLE_SECONDS, HttpConnection
+from quire.service.web.protocol import ConnectionSetup, Slots, connection_factory
 from quire.service.web.routes import Routes
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-HTTP, HTTPS = "http", "https"
-
-
-class WebFigures(msgspec.Struct, frozen=True):
-    """What the HTTP side has counted since it started."""
-
-    calls: int
-    failed: int
-    refused: int
-    busy: int
-    """Connections that found no place."""
-    connections_now: int
-    pages_now: int
-    pages_dropped: int
+DATE_SECONDS = 1.0
+END_SECONDS = 0.02
+"""How often a closing server looks whether its connections have ended."""
+PING_SECONDS = 20.0
+"""Between two pings of a WebSocket, and until an answer must have come: a client that is gone is noticed."""
 
 
 class Web:
-    """What all connections share."""
+    """The application over one store, and what it counts."""
 
     def __init__(self, store: WebStore, explain: Explain, gate: WebGate) -> None:
-        self.gate = gate
+        settings = store.settings.service
         self.sight = Sight(store, explain)
-        self.hub = Hub(self.sight, store.settings.service.http_events_max)
-        self.refusals = Refusals(store.manifest.clock)
+        self.hub = Hub(self.sight, settings.http_events_max)
+        self.slots = Slots(settings.http_connections_max)
+        self.context = WebContext(
+            store=store,
+            settings=settings,
+            gate=gate,
+            refusals=Refusals(store.manifest.clock),
+            counts=WebCounts(),
+            # Not named "quire-…": they acknowledge what a caller asked for, and wait for the archive as a caller does (A9).
+            calls=ThreadPoolExecutor(settings.http_threads, thread_name_prefix="web-call"),
+        )
         self.routes = Routes(self.sight, lambda: exposition(self.registry), gate.asks_readers)
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._calls = self._failed = 0
-        self.busy = 0
-        self.connections: set[socket.socket] = set()
+        self.parts = make_parts(self.context)
+        self.app = build_app(self.context, self.parts, Dashboard(self.context, self.routes, self.hub))
 
     @cached_property
     def registry(self) -> CollectorRegistry:
-        """Made when somebody first scrapes: prometheus-client is loaded only then."""
-        return registry(self.sight, self.figures)
-
-    def count(self, *, failed: bool = False) -> None:
-        """One request was answered."""
-        with self._lock:
-            self._calls += 1
-            self._failed += failed
+        """Made when somebody first scrapes."""
+        return registry(self.sight, self.figures, self.parts)
 
     def figures(self) -> WebFigures:
         """See `WebServer.figures`."""
+        counts = self.context.counts
         return WebFigures(
-            calls=self._calls,
-            failed=self._failed,
-            refused=self.refusals.count,
-            busy=self.busy,
-            connections_now=len(self.connections),
+            calls=counts.calls,
+            failed=counts.failed,
+            refused=self.context.refusals.count,
+            busy=self.slots.busy,
+            connections_now=self.slots.now,
             pages_now=self.hub.now,
             pages_dropped=self.hub.dropped,
+            limited=counts.limits.counts(),
         )
 
 
@@ -108,33 +108,31 @@ class WebServer:
     ) -> None:
         if store.mode != "rw":
             raise ReadOnly("only the owner of a store serves it", hint='open it with mode="rw"', path=store.path)
-        settings = store.settings.service
         credentials = credentials or Credentials()
-        scheme, host, port = parse_address(address)
-        context = _tls(scheme, credentials)
-        gate = WebGate(
-            _tokens(store, credentials),
-            asks_readers=settings.http_ask_readers or not is_loopback(host),
-            hosts=(*settings.http_hosts, host),
-        )
-        self._stop_seconds = settings.stop_seconds
-        self._sample_seconds = settings.http_sample_seconds
+        place = parse_address(address)
+        self._tls = tls_context(place, credentials)
+        gate = _gate(store, place, credentials)
+        self._place = place
+        self._listener, self.address = bind(place)
+        self._settings = store.settings.service
+        self._clock = store.manifest.clock
         self._web = Web(store, explain, gate)
-        self._listener = _Listener(host, port, self._web, settings.http_connections_max, context)
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"{scheme}://{shown}:{self._listener.server_address[1]}"
-        self._stopping = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
         self._threads = [
-            threading.Thread(target=self._listener.serve_forever, args=(0.1,), name="quire-web", daemon=True),
+            threading.Thread(target=self._run, name="quire-web", daemon=True),
             threading.Thread(target=self._sample, name="quire-web-history", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
+        self._wait_for_start()
         emit("info", "web.listening", address=self.address, path=store.path)
-        if scheme == HTTP and not is_loopback(host):
+        if place.scheme == HTTP and not is_loopback(place.host):
             hint = "tokens travel in the clear: use https://"
             emit("warning", "web.plaintext", address=self.address, hint=hint)
 
@@ -142,35 +140,118 @@ class WebServer:
         """What was counted since the server started."""
         return self._web.figures()
 
+    def _wait_for_start(self) -> None:
+        self._started.wait()
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    # ── the event loop's thread ───────────────────────────────────────────────────────────────────────────────────────
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            if self._started.is_set():
+                emit("error", "web.bug", where="server", error=f"{type(error).__name__}: {error}")
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        state, parts = ServerState(), self._web.parts
+        setup = ConnectionSetup(
+            self._uvicorn_config(), state, self._settings, self._web.context.counts, self._web.slots
+        )
+        for part in parts:
+            await part.start()
+        server = await self._loop.create_server(connection_factory(setup, self._tls), sock=self._listener)
+        self._started.set()
+        while not self._stop.is_set():
+            date = formatdate(self._clock.now_ms() / 1000, usegmt=True)
+            state.default_headers = [(b"date", date.encode()), (b"server", b"quire")]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), DATE_SECONDS)
+        server.close()
+        await self._end_connections(state)
+        for part in parts:
+            try:
+                await asyncio.wait_for(part.close(), self._settings.stop_seconds + 1)
+            except Exception as error:
+                emit("error", "web.bug", where=type(part).__name__, error=f"{type(error).__name__}: {error}")
+
+    def _uvicorn_config(self) -> Config:
+        config = Config(
+            self._web.app,
+            lifespan="off",
+            interface="asgi3",
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=self._settings.body_bytes_max,
+            ws_ping_interval=PING_SECONDS,
+            ws_ping_timeout=PING_SECONDS,
+            ws_per_message_deflate=False,  # costs more than the loopback it saves, and a window per connection
+            log_config=None,
+            proxy_headers=False,  # who asks is known by the token, and never by what a header claims
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=max(1, int(self._settings.http_idle_seconds)),
+        )
+        config.load()
+        return config
+
+    async def _end_connections(self, state: ServerState) -> None:
+        """Let requests end; after `stop_seconds` hang up. Connections that ask for nothing are closed at once."""
+        for connection in list(state.connections):
+            connection.shutdown()
+        await asyncio.to_thread(self._web.hub.close)
+        deadline = self._clock.monotonic() + self._settings.stop_seconds
+        while (self._web.slots.now or state.tasks) and self._clock.monotonic() < deadline:
+            await asyncio.sleep(END_SECONDS)
+        if self._web.slots.now or state.tasks:
+            emit("warning", "web.hung_up", connections=self._web.slots.now)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.sleep(0)  # they notice
+
+    # ── the history's thread ──────────────────────────────────────────────────────────────────────────────────────────
     def _sample(self) -> None:
         """Look at the figures every `http_sample_seconds`, for the history that pages show (rule 4)."""
-        sight = self._web.sight
-        while not self._stopping.is_set():
+        sight, stopping = self._web.sight, self._web.context.stopping
+        while not stopping.is_set():
             try:
                 whole = sight.survey()
                 counts = ((db_id, one.segments) for db_id, one in whole.databases.items() if one.segments)
                 sight.history.sample(sight.clock.now_ms(), counts)
             except QuireError as error:
                 emit("info", "web.sample_failed", error=error.what)
-            self._stopping.wait(self._sample_seconds)
+            stopping.wait(self._settings.http_sample_seconds)
 
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
         """Stop listening and hang up on who stays beyond `stop_seconds`. A second time, and in a forked child:
         nothing."""
         if self._pid != os.getpid():
-            self._listener.socket.close()  # the child's copy; connections and threads are the parent's
+            socket.socket.close(self._listener)  # the child's copy; connections and threads are the parent's
             return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._stopping.set()
-        self._listener.shutdown()
-        self._listener.server_close()
-        self._web.hub.close()
-        self._listener.end_connections(self._stop_seconds)
+        self._web.context.stopping.set()
+        if self._loop is not None and self._stop is not None:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
         for thread in self._threads:
-            thread.join(self._stop_seconds + 1)
+            thread.join(3 * self._settings.stop_seconds + 10)
+        self._listener.close()
+        if self._place.scheme == UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(self._place.path)
+        self._web.context.calls.shutdown(wait=False, cancel_futures=True)
         emit("info", "web.closed", address=self.address)
 
     def __enter__(self) -> Self:
@@ -180,128 +261,16 @@ class WebServer:
         self.close()
 
 
-class _Listener(socketserver.TCPServer):
-    """Accepts connections, a bounded number of them (rule 2)."""
-
-    allow_reuse_address = True
-    request_queue_size = 64
-
-    def __init__(self, host: str, port: int, web: Web, connections_max: int, context: ssl.SSLContext | None) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.web = web
-        self._context = context
-        self._connections_max = connections_max
-        # guarded by _changed
-        self._changed = threading.Condition()
-        try:
-            super().__init__((host, port), HttpConnection)
-        except OSError as error:
-            raise InvalidInput(
-                f"cannot listen: {error.strerror or error}",
-                hint="choose another port; 0 takes a free one",
-                address=f"{host}:{port}",
-            ) from error
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread of its own for each connection, if there is a place."""
-        with self._changed:
-            has_place = len(self.web.connections) < self._connections_max
-            if has_place:
-                self.web.connections.add(request)
-            else:
-                self.web.busy += 1
-        if not has_place:
-            _turn_away(request, is_plain=self._context is None)
-            self.shutdown_request(request)
-            return
-        # Not named "quire-…": it acknowledges what a person asked for, and waits for the archive as a caller does (A9).
-        work = threading.Thread(target=self._work, args=(request, client_address), name="web-connection", daemon=True)
-        work.start()
-
-    def _work(self, request: socket.socket, client_address: Any) -> None:
-        stream: socket.socket = request
-        try:
-            request.settimeout(IDLE_SECONDS)
-            if self._context is not None:
-                stream = self._context.wrap_socket(request, server_side=True)
-                with self._changed:  # `request` gave its descriptor away
-                    self.web.connections.discard(request)
-                    self.web.connections.add(stream)
-            self.finish_request(stream, client_address)
-        except (OSError, ValueError):
-            pass  # the other side went away, or does not speak TLS
-        finally:
-            self.shutdown_request(stream)
-            with self._changed:
-                self.web.connections -= {request, stream}
-                self._changed.notify_all()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Never reached: `_work` is where errors end."""
-
-    def end_connections(self, seconds: float) -> None:
-        """Let connections end; after so many seconds hang up on them. Those that say nothing are hung up on at once."""
-        with self._changed:
-            for connection in self.web.connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)  # an answer under way is still sent
-            if not self._changed.wait_for(lambda: not self.web.connections, seconds):
-                emit("warning", "web.hung_up", connections=len(self.web.connections))
-                for connection in self.web.connections:
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-                self._changed.wait_for(lambda: not self.web.connections, 1.0)
-
-
-def _turn_away(request: socket.socket, *, is_plain: bool) -> None:
-    """Say in one packet that there is no place; whoever speaks TLS hears only that we hang up."""
-    if not is_plain:
-        return
-    answer = error_answer(Overloaded("all places are taken", hint="try again later"))
-    head = f"HTTP/1.1 {HTTPStatus.SERVICE_UNAVAILABLE.value} Busy\r\nContent-Type: {answer.content_type}\r\n"
-    head += f"Content-Length: {len(answer.body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
-    request.setblocking(False)
-    with suppress(OSError):
-        request.send(head.encode() + answer.body)
-
-
-def parse_address(address: str) -> tuple[str, str, int]:
-    """(scheme, host, port) of `HOST:PORT`, `http://HOST:PORT` or `https://HOST:PORT`.
-
-    >>> parse_address("127.0.0.1:7448"), parse_address("https://[::1]:0")
-    (('http', '127.0.0.1', 7448), ('https', '::1', 0))
-    """
-    parts = urlsplit(address if "://" in address else f"{HTTP}://{address}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme not in (HTTP, HTTPS) or not parts.hostname or port is None or parts.path not in ("", "/"):
-        raise InvalidInput(
-            "cannot listen there", hint="HOST:PORT, http://HOST:PORT or https://HOST:PORT", address=address
-        )
-    return parts.scheme, parts.hostname, port
-
-
-def _tokens(store: WebStore, credentials: Credentials) -> Tokens:
-    return Tokens(
+def _gate(store: WebStore, place: WebAddress, credentials: Credentials) -> WebGate:
+    settings = store.settings.service
+    tokens = Tokens(
         admin=ensure_token(credentials.admin_token_file or os.path.join(store.path, names.ADMIN_TOKEN)),
         read=ensure_token(credentials.read_token_file or os.path.join(store.path, names.READ_TOKEN)),
     )
-
-
-def _tls(scheme: str, credentials: Credentials) -> ssl.SSLContext | None:
-    given = bool(credentials.tls_cert_file), bool(credentials.tls_key_file)
-    if scheme == HTTP:
-        if any(given):
-            raise InvalidConfig("a certificate is for https://", hint="listen there, or leave the certificate out")
-        return None
-    if not all(given):
-        raise InvalidConfig("TLS needs a certificate and its key", hint="give tls_cert_file and tls_key_file")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(credentials.tls_cert_file, credentials.tls_key_file)
-    except (OSError, ssl.SSLError) as error:
-        path = credentials.tls_cert_file
-        raise InvalidConfig(f"the certificate cannot be read: {error.strerror or error}", path=path) from error
-    return context
+    keys = verifier(store.path, settings.jwt_keys, store.manifest.clock)
+    if place.scheme == UNIX:
+        return WebGate(tokens, keys, anonymous=Grant.ADMIN, checks_host=False)
+    anonymous = Grant.NOTHING
+    if is_loopback(place.host) and not settings.http_ask_readers:
+        anonymous = LOOPBACK_WRITES if settings.http_anonymous_writes else LOOPBACK_READS
+    return WebGate(tokens, keys, anonymous=anonymous, hosts=(*settings.http_hosts, place.host))

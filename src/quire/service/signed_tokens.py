@@ -1,0 +1,206 @@
+"""Signed tokens (JWT, EdDSA): rights to single databases, for a limited time (W5).
+
+The claims are those that servers and clients of libSQL use:
+  exp   seconds since 1970 when it ends; without it the token never does
+  a     `rw` (also when it is left out) or `ro`
+  id    the one database that `a` is about; without `id` and `p`, every database
+  p     {"ro": {"ns": [names]}, "rw": {"ns": [names]}}: several databases; then `a` and `id` say nothing. `roa` and `rwa`, which
+        in libSQL allow ATTACH as well, count as `ro` and `rw`: nothing can be attached here
+
+Rules
+  1. A token is believed if one of the keys verifies it, with EdDSA and no other algorithm, whatever its header names.
+  2. Claims that cannot be read allow nothing: they are never taken for claims that are missing.
+  3. The store's own key (`jwt.key`) is a file that only its owner may read; others are public, from `service.jwt_keys`.
+  4. No signed token administers the store: that is the admin token's.
+
+Pure functions over files and text, any thread. Raises `InvalidConfig` for keys, `Unauthenticated` for tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jwt
+import msgspec
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import InvalidConfig, InvalidInput, Unauthenticated
+from quire.durable import names
+from quire.durable.files import translated
+from quire.service.grants import Access, Grant
+from quire.service.tokens import make_private, read_private
+
+ALGORITHM = "EdDSA"
+KEY_BYTES_MAX = 16 * 1024
+TOKEN_BYTES_MAX = 16 * 1024
+"""Of a token: some hundred names of databases fit."""
+TTL_SECONDS_MAX = 10 * 365 * 86_400
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Databases, by name."""
+
+    ns: tuple[str, ...] = ()
+
+
+class Scopes(msgspec.Struct, frozen=True):
+    """The claim `p`."""
+
+    ro: Scope = Scope()
+    rw: Scope = Scope()
+    roa: Scope = Scope()
+    rwa: Scope = Scope()
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """What a token says; other claims are ignored."""
+
+    exp: float | None = None
+    nbf: float | None = None
+    a: str | None = None
+    id: str | None = None
+    p: Scopes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The keys of a server."""
+
+    keys: tuple[Ed25519PublicKey, ...]
+    clock: Clock
+
+    def grant(self, token: str) -> Grant:
+        """What a signed token allows (rules 1 and 2)."""
+        if len(token) > TOKEN_BYTES_MAX:
+            raise _wrong()
+        for key in self.keys:
+            try:
+                # Times are compared below, with the store's clock.
+                options: Any = {"verify_exp": False, "verify_nbf": False, "verify_iat": False, "verify_aud": False}
+                payload = jwt.decode(token, key, algorithms=[ALGORITHM], options=options)
+            except (jwt.InvalidTokenError, ValueError, RecursionError):
+                continue  # another key's, or nobody's
+            return self._read(payload)
+        raise _wrong()
+
+    def _read(self, payload: dict[str, Any]) -> Grant:
+        try:
+            claims = msgspec.convert(payload, Claims)
+        except msgspec.ValidationError:
+            raise _wrong() from None
+        now_ms = self.clock.now_ms()
+        if claims.nbf is not None and now_ms < claims.nbf * 1000:
+            raise Unauthenticated("the token is not valid yet", hint="compare the clocks of both machines")
+        everywhere, databases = _rights(claims)
+        expires_ms = None if claims.exp is None else int(claims.exp * 1000)
+        grant = Grant(
+            holder="jwt",
+            everywhere=everywhere,
+            databases=MappingProxyType(databases),
+            expires_ms=expires_ms,
+            clock=self.clock,
+        )
+        if grant.is_expired:
+            raise Unauthenticated("the token has expired", hint="ask for a new one: `quire token create`")
+        return grant
+
+
+def _rights(claims: Claims) -> tuple[Access, dict[str, Access]]:
+    """(of every database, of single ones)."""
+    if claims.p is not None:
+        readable = dict.fromkeys((*claims.p.ro.ns, *claims.p.roa.ns), Access.READ)
+        return Access.NONE, readable | dict.fromkeys((*claims.p.rw.ns, *claims.p.rwa.ns), Access.WRITE)
+    access = {"rw": Access.WRITE, "ro": Access.READ, None: Access.WRITE}.get(claims.a)
+    if access is None:
+        raise _wrong()
+    return (access, {}) if claims.id is None else (Access.NONE, {claims.id: access})
+
+
+def _wrong() -> Unauthenticated:
+    return Unauthenticated("the token is wrong", hint="ask for a new one: `quire token create`")
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def verifier(root: str, key_files: Sequence[str], clock: Clock) -> Verifier:
+    """The keys of a store: its own, made if there is none, and the public ones of the settings."""
+    own = ensure_signing_key(os.path.join(root, names.SIGNING_KEY)).public_key()
+    return Verifier((own, *(key for path in key_files for key in read_public_keys(path))), clock)
+
+
+def ensure_signing_key(path: str) -> Ed25519PrivateKey:
+    """The private key in a file, which is made with a new one if it is not there (rule 3)."""
+    pem = Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    text = pem if make_private(path, pem) else read_private(path, KEY_BYTES_MAX)
+    try:
+        key = serialization.load_pem_private_key(text, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvalidConfig("this is not an Ed25519 key (PEM)", hint="remove the file: it is made anew", path=path)
+    return key
+
+
+def read_public_keys(path: str) -> list[Ed25519PublicKey]:
+    """The public keys in a file: PEM, one after another, or the 32 bytes of one as base64, as sqld takes them."""
+    try:
+        with translated(path, "reading a public key"), open(path, "rb") as file:
+            text = file.read(KEY_BYTES_MAX).strip()
+    except FileNotFoundError:
+        raise InvalidConfig("there is no such file of keys", hint="see service.jwt_keys", path=path) from None
+    end = b"-----END PUBLIC KEY-----"
+    blocks = [block + end for block in text.split(end)[:-1]] if end in text else []
+    try:
+        keys = [serialization.load_pem_public_key(block.strip()) for block in blocks] or [_raw_key(text)]
+    except (ValueError, UnsupportedAlgorithm):
+        keys = []
+    ours = [key for key in keys if isinstance(key, Ed25519PublicKey)]
+    if not ours or len(ours) < len(keys):
+        hint = "openssl pkey -in jwt.key -pubout writes one"
+        raise InvalidConfig("this is not a file of Ed25519 public keys", hint=hint, path=path)
+    return ours
+
+
+def _raw_key(text: bytes) -> Ed25519PublicKey:
+    try:
+        raw = base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except binascii.Error as error:
+        raise ValueError("not base64") from error
+    return Ed25519PublicKey.from_public_bytes(raw)
+
+
+# ── creating tokens ───────────────────────────────────────────────────────────────────────────────────────────────────
+def create_token(
+    store_root: str,
+    databases: Iterable[str],
+    *,
+    read_only: bool = False,
+    ttl_seconds: float | None = None,
+    clock: Clock | None = None,
+) -> str:
+    """A token for some databases, or for all if none is named, signed with the store's own key; without a time it never
+    expires. The server need not run, nor be asked."""
+    if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_SECONDS_MAX:
+        raise InvalidInput("a token lives for between a moment and ten years", ttl_seconds=ttl_seconds)
+    wanted = [names.check_name("database", name) for name in databases]
+    access = "ro" if read_only else "rw"
+    now = (clock or SystemClock()).now_ms() / 1000
+    claims: dict[str, Any] = {"iat": int(now)}
+    if ttl_seconds is not None:
+        claims["exp"] = int(now + ttl_seconds)
+    if len(wanted) > 1:
+        claims["p"] = {access: {"ns": wanted}}
+    else:
+        claims |= {"a": access} | ({"id": wanted[0]} if wanted else {})
+    key = ensure_signing_key(os.path.join(store_root, names.SIGNING_KEY))
+    return jwt.encode(claims, key, algorithm=ALGORITHM)

@@ -1,0 +1,73 @@
+"""`NAME@VERSION`: a database, or one of its versions, in one word of an address (W4, W7).
+
+VERSION is a snapshot's name, an epoch (its number) or a time with its zone; of a version that could be both, the snapshot is
+meant. A database whose own name has an `@` cannot be named here.
+
+Threads: any. Raises `UnknownDatabase`, `InvalidInput`, `InvalidName`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
+from quire.durable.names import check_name
+from quire.manifest.store import ManifestStore
+
+At = str | int | datetime
+"""A snapshot's name, an epoch or a time; as `connect(at=…)` takes it."""
+EPOCH_DIGITS_MAX = 18
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseVersion:
+    """A database, as an address names it."""
+
+    name: str
+    at: At | None = None
+    """`None`: the newest version."""
+
+
+def base_name(text: str) -> str:
+    """The database that `NAME@VERSION` may be about: what a grant is checked for, before anything is looked up.
+
+    >>> base_name("shop@monday"), base_name("shop")
+    ('shop', 'shop')
+    """
+    return text.partition("@")[0]
+
+
+def parse_version(manifest: ManifestStore, text: str) -> DatabaseVersion:
+    """The database and version that `NAME` or `NAME@VERSION` names. Blocks for a read of the manifest."""
+    name, mark, version = text.partition("@")
+    check_name("database", name)
+    if not mark:
+        return DatabaseVersion(name)
+    check_name("snapshot", version)
+    if _has_snapshot(manifest, name, version):
+        return DatabaseVersion(name, version)
+    if version.isascii() and version.isdecimal() and len(version) <= EPOCH_DIGITS_MAX:
+        return DatabaseVersion(name, int(version))
+    return DatabaseVersion(name, _time(version))
+
+
+def _has_snapshot(manifest: ManifestStore, name: str, version: str) -> bool:
+    try:
+        manifest.snapshots.get(name, version)
+    except UnknownDatabase:
+        raise
+    except NotFound:
+        return False
+    return True
+
+
+def _time(version: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(version.replace(" ", "+"))  # a `+` that was decoded as in a form
+    except ValueError:
+        hint = "a snapshot's name, an epoch's number, or a time as in 2026-01-31T12:00:00Z"
+        raise InvalidInput("there is no such version", hint=hint, version=version) from None
+    if moment.tzinfo is None:
+        raise InvalidInput("a time has its zone", hint="as in 2026-01-31T12:00:00Z", version=version)
+    return moment

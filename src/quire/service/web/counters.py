@@ -1,0 +1,61 @@
+"""What the HTTP side counts: requests, and each refusal because something was used up, by the name of its limit.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import msgspec
+
+
+class WebFigures(msgspec.Struct, frozen=True):
+    """What the HTTP side has counted since it started."""
+
+    calls: int
+    failed: int
+    refused: int
+    busy: int
+    """Connections that found no place."""
+    connections_now: int
+    pages_now: int
+    pages_dropped: int
+    limited: dict[str, int] = {}
+    """Refusals by the name of the limit that was met."""
+
+
+class Limits:
+    """Counts refusals by limit."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hits: Counter[str] = Counter()
+
+    def hit(self, limit: str) -> None:
+        """Somebody was refused because of this limit."""
+        with self._lock:
+            self._hits[limit] += 1
+
+    def counts(self) -> dict[str, int]:
+        """Refusals by limit."""
+        with self._lock:
+            return dict(self._hits)
+
+
+class WebCounts:
+    """Requests that were answered."""
+
+    def __init__(self) -> None:
+        self.limits = Limits()
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self.calls = 0
+        self.failed = 0
+
+    def add(self, *, failed: bool) -> None:
+        """One request was answered."""
+        with self._lock:
+            self.calls += 1
+            self.failed += failed

@@ -1,0 +1,145 @@
+"""The dashboard's addresses as an ASGI application: its files, its table of routes, its live updates.
+
+Rules
+  1. The page's own files hold no secret and need no token: they must load before somebody can show one.
+  2. The token is looked at before the address: who is refused learns nothing of what is there.
+  3. A body is at most `BODY_BYTES_MAX`, of a length that is said ahead, and JSON.
+
+Threads: the event loop's; handlers run in the context's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.core.errors import InvalidInput, NotFound, Unauthenticated
+from quire.service.grants import Grant
+from quire.service.messages import Role
+from quire.service.web.answers import HttpError, Response
+from quire.service.web.assets import asset_answer
+from quire.service.web.context import WebContext
+from quire.service.web.edge import send_answer
+from quire.service.web.hub import Hub, Subscriber
+from quire.service.web.routes import Routes, WebRequest, read_query
+
+BODY_BYTES_MAX = 64 * 1024
+EVENTS = "/api/events"
+INDEX = "index.html"
+METHODS = frozenset({"GET", "HEAD", "POST"})
+
+
+class Dashboard:
+    """See above."""
+
+    def __init__(self, context: WebContext, routes: Routes, hub: Hub) -> None:
+        self._context = context
+        self._routes = routes
+        self._hub = hub
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request; there is no WebSocket here."""
+        if scope["type"] != "http":
+            raise NotFound("there is no WebSocket at this address", hint="docs/sql-server.md lists the addresses")
+        if scope["method"] not in METHODS:
+            raise HttpError(HTTPStatus.NOT_IMPLEMENTED, InvalidInput("there is no such method here"))
+        path = scope["raw_path"].decode("ascii", errors="replace")
+        if path == EVENTS and scope["method"] == "GET":
+            await self._events(scope, receive, send)
+        else:
+            await send_answer(await self._respond(Request(scope, receive), path), send)
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _respond(self, request: Request, path: str) -> Response:
+        is_post = request.method == "POST"
+        if not is_post and (asset := _asset(path, request.headers)) is not None:
+            return asset  # rule 1
+        grant = self._context.gate.grant(request)
+        try:
+            route, names = self._routes.find("POST" if is_post else "GET", path)
+        except NotFound:
+            grant.check_read_all()  # rule 2
+            raise
+        self._check_role(grant, route.access)
+        body = await self._body(request) if is_post else b""
+        asked = WebRequest(names, read_query(request.url.query), body, role_of(grant))
+        return await self._context.call(route.handler, asked)
+
+    def _check_role(self, grant: Grant, wanted: Role | None) -> None:
+        """Refuse a request that wants more than its grant allows; `None` wants nothing."""
+        if wanted is Role.READ:
+            grant.check_read_all()
+        elif wanted is Role.ADMIN:
+            if not grant.is_admin and not self._context.gate.asks_readers:
+                # Nobody was asked for a token yet: a page asks for one when it is told so.
+                hint = "show the token that is in the store's admin.token"
+                raise Unauthenticated("this needs the admin token", hint=hint)
+            grant.check_admin()
+
+    async def _body(self, request: Request) -> bytes:
+        """The body: JSON of a declared, bounded length (rule 3)."""
+        headers = request.headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            wrong = InvalidInput("the body is not JSON", hint="Content-Type: application/json")
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, wrong)
+        if "transfer-encoding" in headers or "content-length" not in headers:
+            raise HttpError(HTTPStatus.LENGTH_REQUIRED, InvalidInput("the length of the body is not said ahead"))
+        return await self._context.read_body(request, BODY_BYTES_MAX)
+
+    # ── live updates ──────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send what the hub tells until the page, or the store, is gone."""
+        self._context.gate.grant(Request(scope)).check_read_all()
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        place = await self._context.call(self._hub.join, _from_other_threads(loop, news))
+        leaving = loop.create_task(_left(receive, news))
+        try:
+            headers = [(b"content-type", b"text/event-stream"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": int(HTTPStatus.OK), "headers": headers})
+            await _tell(place, news, leaving, send)
+            await send({"type": "http.response.body"})
+        finally:
+            leaving.cancel()
+            self._hub.leave(place)
+
+
+async def _tell(place: Subscriber, news: asyncio.Event, leaving: asyncio.Task[None], send: Send) -> None:
+    while not leaving.done() and (events := place.take()) is not None:
+        if events:
+            message: Message = {"type": "http.response.body", "body": events, "more_body": True}
+            await send(message)
+        else:
+            await news.wait()
+            news.clear()
+
+
+async def _left(receive: Receive, news: asyncio.Event) -> None:
+    """Ends when the page is closed."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    news.set()
+
+
+def _from_other_threads(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> Callable[[], None]:
+    def notify() -> None:
+        loop.call_soon_threadsafe(news.set)
+
+    return notify
+
+
+def _asset(path: str, headers: Headers) -> Response | None:
+    name = INDEX if path == "/" else path.removeprefix("/static/") if path.startswith("/static/") else ""
+    return asset_answer(name, headers.get("if-none-match")) if name else None
+
+
+def role_of(grant: Grant) -> Role | None:
+    """What a grant allows of the dashboard, which shows the whole store."""
+    if grant.is_admin:
+        return Role.ADMIN
+    return Role.READ if grant.everywhere else None

@@ -1,0 +1,151 @@
+"""The outermost layer of the application: what holds for every request, whichever part answers it.
+
+Rules
+  1. Host and origin are looked at first; who is refused there learns nothing of what is there.
+  2. At most `service.http_requests_max` requests are worked on at once; more are told to come again.
+  3. Every answer carries the headers that keep other sites, caches and type guessing out.
+  4. What a part raises becomes an answer here, and only here. A bug is told as `InternalError`; tracebacks stay inside.
+  5. A request whose body was not read ends its connection.
+
+Threads: the event loop's.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
+
+from quire.core.errors import AccessDenied, InternalError, Overloaded, QuireError, Unauthenticated
+from quire.core.events import emit
+from quire.service.web.answers import HttpError, Response, error_answer
+from quire.service.web.context import WebContext
+from quire.service.web.headers import SECURITY_HEADERS
+
+WEBSOCKET_BUG = 1011
+WITHOUT_PLACE = frozenset({"/healthz", "/readyz"})
+"""Whoever watches the server must be answered when it is busy."""
+
+
+class Edge:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, context: WebContext) -> None:
+        self._app = app
+        self._context = context
+        self._working = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or one WebSocket."""
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(scope, receive, send, self._context)
+        try:
+            self._context.gate.check_site(Headers(scope=scope))
+            if self._working >= self._context.settings.http_requests_max and scope["path"] not in WITHOUT_PLACE:
+                self._context.limits.hit("requests")
+                raise Overloaded("all places for requests are taken", hint="try again later")
+            self._working += 1
+            try:
+                await self._app(scope, exchange.receive, exchange.send)
+            finally:
+                self._working -= 1
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            await exchange.fail(self._answer(scope, error))
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        accepted = False
+
+        async def watched(message: Message) -> None:
+            nonlocal accepted
+            accepted |= message["type"] == "websocket.accept"
+            await send(message)
+
+        try:
+            self._context.gate.check_site(Headers(scope=scope))
+            await self._app(scope, receive, watched)
+        except WebSocketDisconnect:
+            return
+        except Exception as error:
+            answer = self._answer(scope, error)
+            self._context.counts.add(failed=True)
+            if accepted:
+                await send({"type": "websocket.close", "code": WEBSOCKET_BUG, "reason": "the server failed"})
+                return
+            headers = [(b"content-type", answer.content_type.encode())]
+            await send({"type": "websocket.http.response.start", "status": int(answer.status), "headers": headers})
+            await send({"type": "websocket.http.response.body", "body": answer.body})
+
+    def _answer(self, scope: Scope, error: Exception) -> Response:
+        """What is told of an error (rule 4)."""
+        peer = (scope.get("client") or ("",))[0]
+        if isinstance(error, HttpError):
+            self._context.refusals.add(error.error, status=int(error.status), peer=peer)
+            return error_answer(error.error, error.status)
+        if isinstance(error, QuireError):
+            answer = error_answer(error)
+            if isinstance(error, (AccessDenied, Unauthenticated)):
+                self._context.refusals.add(error, status=int(answer.status), peer=peer)
+            return answer
+        emit("error", "web.bug", where=scope["path"][:80], error=f"{type(error).__name__}: {error}")
+        return error_answer(InternalError(f"a bug at the owner: {type(error).__name__}"))
+
+
+class _Exchange:
+    """One request and its answer, as the application's `receive` and `send`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, context: WebContext) -> None:
+        headers = Headers(scope=scope)
+        self._receive = receive
+        self._send = send
+        self._context = context
+        self._body_is_read = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        self._started = False
+
+    async def receive(self) -> Message:
+        """The next part of the body."""
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            self._body_is_read = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        """A part of the answer (rules 3 and 5)."""
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._context.counts.add(failed=message["status"] >= HTTPStatus.BAD_REQUEST)
+            headers = MutableHeaders(raw=list(message.get("headers", [])))
+            for name, value in SECURITY_HEADERS.items():
+                headers.setdefault(name, value)
+            headers.setdefault("cache-control", "no-store")
+            if message["status"] == HTTPStatus.UNAUTHORIZED:
+                headers["www-authenticate"] = 'Bearer realm="quire"'
+            if not self._body_is_read:
+                headers["connection"] = "close"
+            message = {**message, "headers": headers.raw}
+        await self._send(message)
+
+    async def fail(self, answer: Response) -> None:
+        """Answer with an error; of an answer that has begun only the end can be seen."""
+        if self._started:
+            raise ConnectionAbortedError  # uvicorn hangs up
+        await send_answer(answer, self.send)
+
+
+async def send_answer(answer: Response, send: Send) -> None:
+    """A whole answer as ASGI messages."""
+    fields = {**answer.headers, "content-type": answer.content_type}
+    if answer.status != HTTPStatus.NOT_MODIFIED:
+        fields["content-length"] = str(len(answer.body))
+    headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})

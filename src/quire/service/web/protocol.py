@@ -1,0 +1,419 @@
+"""One connection: uvicorn's HTTP and WebSocket protocols, with a limit on everything that a client can use up.
+
+Terms
+  slot     a place for a connection; there are `service.http_connections_max`
+  head     a request's line and headers
+  linger   after an answer to a request whose body was not read, go on reading for a moment before hanging up: a connection that
+           is closed with unread bytes is reset, and the client would not see the answer
+
+Rules
+  1. A connection has a slot from when it is accepted, before TLS, until it is closed. Who finds none is told so in one packet.
+  2. At every moment something limits a connection's time: the head, the body, the pause between requests, the part of an answer
+     that the client does not read, or the work of the server itself.
+  3. A head is bounded while it is read, whether it comes in one header or in many. Bodies are bounded by whoever reads them;
+     what nobody has read yet is at most 64 KiB, then the connection is not read from.
+  4. Every refusal is counted by the name of its limit, and answered if the client can still be answered.
+
+Threads: the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+
+from quire.core.errors import InvalidInput, Overloaded, QuireError, TimedOut
+from quire.core.settings import ServiceSettings
+from quire.service.web.answers import error_answer
+from quire.service.web.counters import WebCounts
+from quire.service.web.headers import SECURITY_HEADERS
+
+LINGER_SECONDS = 2.0
+LINGER_BYTES_MAX = 4 << 20
+
+_silent = logging.getLogger("quire.web.uvicorn")
+_silent.propagate = False  # what uvicorn would log has addresses with their queries; events and counts say the rest
+_silent.addHandler(logging.NullHandler())
+
+
+class Slots:
+    """Places for connections (rule 1)."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self.now = 0
+        self.busy = 0
+
+    def take(self) -> bool:
+        """Whether there was a place."""
+        if self.now >= self._places:
+            self.busy += 1
+            return False
+        self.now += 1
+        return True
+
+    def give(self) -> None:
+        """The connection is closed."""
+        self.now -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSetup:
+    """What all connections share."""
+
+    config: Config
+    state: ServerState
+    settings: ServiceSettings
+    counts: WebCounts
+    slots: Slots
+
+
+def raw_answer(error: QuireError, status: HTTPStatus, **headers: str) -> bytes:
+    """A whole answer that ends the connection, for whoever has not got as far as the application."""
+    answer = error_answer(error, status)
+    fields = {
+        "server": "quire",
+        **SECURITY_HEADERS,
+        "cache-control": "no-store",
+        "content-type": answer.content_type,
+        "content-length": str(len(answer.body)),
+        "connection": "close",
+        **headers,
+    }
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in fields.items())
+    return head.encode() + b"\r\n" + answer.body
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection that speaks HTTP."""
+
+    def __init__(self, setup: ConnectionSetup, *, has_slot: bool = False) -> None:
+        super().__init__(setup.config, setup.state, {}, asyncio.get_running_loop())
+        self.logger = _silent
+        self.access_log = False
+        self.ws_protocol_class = cast(Any, lambda **_: WebSocketConnection(setup))
+        self._setup = setup
+        self._settings = setup.settings
+        self._has_slot = has_slot
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._head_bytes = 0
+        self._body_is_complete = True
+        self._refusal: tuple[QuireError, HTTPStatus, str] | None = None
+        self._lingered = -1
+        """Bytes that were read and dropped; -1: not lingering."""
+
+    # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """A slot, or a refusal (rule 1)."""
+        if not self._has_slot and not self._setup.slots.take():
+            self._setup.counts.limits.hit("connections")
+            busy = Overloaded("all places for connections are taken", hint="try again later")
+            transport.write(raw_answer(busy, HTTPStatus.SERVICE_UNAVAILABLE, **{"retry-after": "1"}))
+            transport.close()
+            self.transport = transport
+            return
+        self._has_slot = True
+        super().connection_made(transport)
+        self._arm(self._settings.http_head_seconds, "idle_seconds")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give everything back."""
+        self._disarm()
+        self._stop_send_timer()
+        if self._has_slot:
+            self._has_slot = False
+            self._setup.slots.give()
+            super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        """The connection, and its slot, are the WebSocket's from now on."""
+        self._disarm()
+        self._stop_send_timer()
+        self._has_slot = False
+        super().handle_websocket_upgrade()
+
+    def shutdown(self) -> None:
+        """The server closes: what is under way may end, what has only begun to ask may not."""
+        if self._in_head:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _arm(self, seconds: float, limit: str) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._time_is_over, limit)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_is_over(self, limit: str) -> None:
+        self._timer = None
+        if self._lingered >= 0 or (limit == "idle_seconds" and not self._head_bytes):
+            self.transport.close()  # nobody asked for anything
+            return
+        error = TimedOut("the request did not come in time", hint="send it whole, at once")
+        self._refuse(error, HTTPStatus.REQUEST_TIMEOUT, limit)
+
+    def pause_writing(self) -> None:
+        """The client does not read its answer."""
+        super().pause_writing()
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self._settings.http_send_seconds, self._reads_nothing)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _reads_nothing(self) -> None:
+        self._send_timer = None
+        self._setup.counts.limits.hit("send_seconds")
+        self.transport.abort()
+
+    # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests (rule 3)."""
+        if self._lingered >= 0:
+            self._lingered += len(data)
+            if self._lingered > LINGER_BYTES_MAX:
+                self.transport.abort()
+            return
+        if not self._has_slot:
+            return  # it was turned away
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._upgrade()
+        except httptools.HttpParserError:
+            invalid = InvalidInput("this is not an HTTP request", hint="is it meant for another port, or for https?")
+            self._refuse(*(self._refusal or (invalid, HTTPStatus.BAD_REQUEST, "")))
+        else:
+            if self._in_head and not self.transport.is_closing():
+                self._head_bytes += len(data)  # of a header that has not ended: the parser has not told us of it
+                if self._head_bytes > self._settings.http_head_bytes_max:
+                    self._refuse(*self._head_too_long())
+
+    def _upgrade(self) -> None:
+        if self._should_upgrade():
+            self.handle_websocket_upgrade()
+        else:
+            wrong = InvalidInput("the connection can only become a WebSocket", hint="leave out `Upgrade`")
+            self._refuse(wrong, HTTPStatus.BAD_REQUEST, "")
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._in_head, self._head_bytes, self._body_is_complete = True, 0, False
+        self._arm(self._settings.http_head_seconds, "head_seconds")
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the address."""
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A whole header."""
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value) + 4)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._settings.http_head_bytes_max:
+            self._refusal = self._head_too_long()
+            raise ValueError  # ends the parsing
+
+    def _head_too_long(self) -> tuple[QuireError, HTTPStatus, str]:
+        error = InvalidInput("the head of the request is too long", max=self._settings.http_head_bytes_max)
+        return error, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_bytes"
+
+    def on_headers_complete(self) -> None:
+        """The head is read; the application begins."""
+        self._in_head = False
+        self._arm(self._settings.http_body_seconds, "body_seconds")
+        super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = cast(Any, _Closer(self))
+
+    def on_message_complete(self) -> None:
+        """The body is read."""
+        self._disarm()
+        self._body_is_complete = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is sent; what is the next request's has its own time."""
+        super().on_response_complete()
+        if self._body_is_complete and not self.pipeline and not self.transport.is_closing():
+            self._in_head, self._head_bytes = True, 0
+            self._arm(self._settings.http_idle_seconds, "idle_seconds")
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _refuse(self, error: QuireError, status: HTTPStatus, limit: str) -> None:
+        """Answer in place of the application, unless it has begun to, and hang up (rule 4)."""
+        if limit:
+            self._setup.counts.limits.hit(limit)
+        self._setup.counts.add(failed=True)
+        cycle = self.cycle
+        is_working = cycle is not None and not cycle.response_complete
+        if is_working:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if is_working and cycle.response_started:
+            self.transport.abort()
+            return
+        self.transport.write(raw_answer(error, status))
+        self._body_is_complete = False  # whatever comes now is no request
+        self.close_gently()
+
+    def close_gently(self) -> None:
+        """Hang up, so that what was sent is read: linger if the client is still sending."""
+        if self.transport.is_closing() or self._lingered >= 0:
+            return
+        if self._body_is_complete or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._lingered = 0
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._arm(LINGER_SECONDS, "")
+
+    def eof_received(self) -> None:
+        """The client has sent everything: a half-open connection is closed unless an answer is under way."""
+        if self._lingered >= 0 or self._in_head:
+            self.transport.close()
+
+
+class _Closer:
+    """The transport as a request's cycle sees it: closing it lingers."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """See `HttpConnection.close_gently`."""
+        self._connection.close_gently()
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """One connection that has become a WebSocket; pings find out that its client is gone."""
+
+    def __init__(self, setup: ConnectionSetup) -> None:
+        super().__init__(setup.config, setup.state, {}, asyncio.get_running_loop())
+        self.logger = _silent
+        self.conn.logger = _silent
+        self._setup = setup
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the slot back."""
+        self._stop_send_timer()
+        self._setup.slots.give()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read what it is sent."""
+        super().pause_writing()
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self._setup.settings.http_send_seconds, self._reads_nothing)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _reads_nothing(self) -> None:
+        self._setup.counts.limits.hit("send_seconds")
+        self.transport.abort()
+
+
+class TlsConnection(asyncio.Protocol):
+    """A connection until its TLS handshake is done: it has a slot, and as much time as a head (rule 1)."""
+
+    def __init__(self, setup: ConnectionSetup, context: ssl.SSLContext) -> None:
+        self._setup = setup
+        self._context = context
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake, if there is a slot."""
+        if not self._setup.slots.take():
+            self._setup.counts.limits.hit("connections")
+            transport.close()
+            return
+        self._task = asyncio.get_running_loop().create_task(self._handshake(cast(asyncio.Transport, transport)))
+
+    async def _handshake(self, transport: asyncio.Transport) -> None:
+        inner = _EarlyData()
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport,
+                inner,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=self._setup.settings.http_head_seconds,
+            )
+        except (OSError, ssl.SSLError, asyncio.CancelledError) as error:
+            self._setup.slots.give()
+            self._setup.counts.limits.hit("tls_handshake")
+            transport.abort()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        if secured is None or inner.is_lost:
+            self._setup.slots.give()
+            return
+        connection = HttpConnection(self._setup, has_slot=True)
+        connection.connection_made(secured)
+        secured.set_protocol(connection)
+        if inner.data:
+            connection.data_received(bytes(inner.data))
+
+
+class _EarlyData(asyncio.Protocol):
+    """What comes with the end of the handshake, before the loop has come back to us."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.is_lost = False
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.is_lost = True
+
+
+def connection_factory(setup: ConnectionSetup, tls: ssl.SSLContext | None) -> Callable[[], asyncio.Protocol]:
+    """Makes the protocol of each connection that is accepted."""
+    if tls is None:
+        return lambda: HttpConnection(setup)
+    return lambda: TlsConnection(setup, tls)

@@ -1,0 +1,204 @@
+"""What SQL may do that somebody else's program sent: everything inside its database, nothing beyond it (W5).
+
+SQLite asks an authorizer about every action of a statement when it prepares it; ours refuses what would leave the database
+(ATTACH, VACUUM INTO, `load_extension`), every pragma and virtual table that is not listed here, and what would change how the
+connection treats the store (`synchronous`, `cache_size`, `busy_timeout`, `writable_schema`). SQLite's own defences are on too:
+DEFENSIVE, no TRUSTED_SCHEMA, limits on lengths. A progress handler ends a statement when its time is over.
+
+Rules
+  1. What is not allowed is refused: a pragma of a newer SQLite is refused until it is listed.
+  2. A refusal is an `apsw.AuthError` that says what was refused; nothing of the statement has run.
+  3. Plain VACUUM attaches a nameless temporary database: that name alone may be attached.
+  4. `touched` is true once a statement was prepared that leaves a trace in the connection: a temporary object, an attached
+     database, a pragma that was set. Such a connection is not for the next user.
+
+    policy = restrict(connection, clock)
+    with policy.deadline(5.0):
+        connection.execute(sql)
+
+Threads: those of its connection, one at a time. Raises apsw's errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import apsw
+
+from quire.core.clock import Clock
+from quire.sqlite.vfs import apsw_error
+
+MIB = 1 << 20
+PROGRESS_STEPS = 10_000
+"""Instructions of SQLite's machine between two looks at the time: well below a millisecond."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+READABLE = _words(
+    "analysis_limit application_id auto_vacuum automatic_index busy_timeout cache_size cell_size_check collation_list "
+    "compile_options data_version database_list defer_foreign_keys encoding foreign_keys freelist_count function_list "
+    "ignore_check_constraints journal_mode journal_size_limit legacy_alter_table locking_mode max_page_count mmap_size "
+    "module_list page_count page_size pragma_list query_only quire_epoch read_uncommitted recursive_triggers "
+    "reverse_unordered_selects schema_version secure_delete synchronous table_list temp_store threads trusted_schema "
+    "user_version wal_autocheckpoint writable_schema"
+)
+"""Pragmas that tell something, without a value."""
+ASKING = _words(
+    "foreign_key_check foreign_key_list incremental_vacuum index_info index_list index_xinfo integrity_check optimize "
+    "quick_check table_info table_list table_xinfo wal_checkpoint"
+)
+"""Pragmas whose value is a question, not a setting."""
+OF_DATABASE = _words("application_id auto_vacuum encoding journal_mode page_size user_version")
+"""Pragmas that may be set and belong to the database, or that quire answers itself (`journal_mode`, `page_size`)."""
+OF_CONNECTION = _words(
+    "analysis_limit automatic_index case_sensitive_like cell_size_check defer_foreign_keys foreign_keys "
+    "legacy_alter_table read_uncommitted recursive_triggers reverse_unordered_selects"
+)
+"""Pragmas that may be set and stay with the connection (rule 4)."""
+MODULES = _words("dbstat fts3 fts3tokenize fts4 fts4aux fts5 fts5vocab geopoly rtree rtree_i32")
+"""Virtual tables that may be made: they keep what they know in the database."""
+FUNCTIONS_REFUSED = frozenset({"load_extension", "fts3_tokenizer", "sqlite_log"})
+
+_TEMPORARY = frozenset(
+    {
+        apsw.SQLITE_CREATE_TEMP_INDEX,
+        apsw.SQLITE_CREATE_TEMP_TABLE,
+        apsw.SQLITE_CREATE_TEMP_TRIGGER,
+        apsw.SQLITE_CREATE_TEMP_VIEW,
+        apsw.SQLITE_DROP_TEMP_INDEX,
+        apsw.SQLITE_DROP_TEMP_TABLE,
+        apsw.SQLITE_DROP_TEMP_TRIGGER,
+        apsw.SQLITE_DROP_TEMP_VIEW,
+    }
+)
+_OK = apsw.SQLITE_OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteLimits:
+    """What one statement of a remote user may use up."""
+
+    value_bytes: int = 64 * MIB
+    """Of a text, a blob or a row, read or written: SQLite's own limit is 1 GB."""
+    sql_bytes: int = 16 * MIB
+    pattern_bytes: int = 1_000
+    """Of LIKE and GLOB: matching is quadratic, and no deadline interrupts it."""
+    temporary_pages: int = 65_536
+    """Of temporary tables and indexes, together."""
+
+
+class RemotePolicy:
+    """What is allowed on one connection. Made by `restrict`."""
+
+    def __init__(self, connection: apsw.Connection, clock: Clock) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._until = float("inf")
+        self._ours = False
+        self._read_only = False
+        self.touched = False
+        """Rule 4."""
+
+    # ── reading only ──────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def read_only(self) -> bool:
+        """Whether writing is refused: by SQLite itself (`query_only`), also to `BEGIN IMMEDIATE`, which takes the lock."""
+        return self._read_only
+
+    @read_only.setter
+    def read_only(self, value: bool) -> None:
+        if value != self._read_only:
+            self._set_pragma("query_only", int(value))
+            self._read_only = value
+
+    def _set_pragma(self, name: str, value: int) -> None:
+        self._ours = True
+        try:
+            self._connection.pragma(name, value)
+        finally:
+            self._ours = False
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """Statements that are run inside end with `apsw.InterruptError` when the time is over."""
+        before, self._until = self._until, self._clock.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = before
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the time is over: then `apsw.InterruptError` means the deadline, and nobody's call of `interrupt`."""
+        return self._clock.monotonic() >= self._until
+
+    # ── the authorizer ────────────────────────────────────────────────────────────────────────────────────────────────
+    def authorize(self, action: int, first: str | None, second: str | None, schema: str | None, _: str | None) -> int:
+        """SQLite asks: may this be done? (rule 1)"""
+        if action == apsw.SQLITE_PRAGMA:
+            self._pragma((first or "").lower(), second)
+        elif action == apsw.SQLITE_FUNCTION:
+            if (second or "").lower() in FUNCTIONS_REFUSED:
+                raise _refused(f"the function {second}()")
+        elif action == apsw.SQLITE_ATTACH:
+            if first != "":  # rule 3; None is an expression, whose value is not known yet
+                raise _refused("ATTACH, and VACUUM INTO,")
+            self.touched = True
+        elif action in _TEMPORARY:
+            self.touched = True
+        elif action == apsw.SQLITE_CREATE_VTABLE:
+            if (second or "").lower() not in MODULES:
+                raise _refused(f"a virtual table of the module {second}")
+            self.touched |= schema == "temp"
+        return _OK
+
+    def _pragma(self, name: str, value: str | None) -> None:
+        if self._ours or name in ASKING or (value is None and name in READABLE):
+            return
+        if value is None or name not in OF_DATABASE | OF_CONNECTION:
+            raise _refused(f"PRAGMA {name}" if value is None else f"setting PRAGMA {name}")
+        self.touched |= name in OF_CONNECTION
+
+
+def restrict(connection: apsw.Connection, clock: Clock, limits: RemoteLimits | None = None) -> RemotePolicy:
+    """Make a connection fit for SQL of remote users, for as long as it is open."""
+    limits = limits or RemoteLimits()
+    connection.pragma("max_page_count", limits.temporary_pages, schema="temp")
+    for option, value in (
+        (apsw.SQLITE_DBCONFIG_DEFENSIVE, 1),
+        (apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0),
+        (apsw.SQLITE_DBCONFIG_WRITABLE_SCHEMA, 0),
+        (apsw.SQLITE_DBCONFIG_ENABLE_LOAD_EXTENSION, 0),
+        (apsw.SQLITE_DBCONFIG_ENABLE_FTS3_TOKENIZER, 0),
+        (apsw.SQLITE_DBCONFIG_ENABLE_ATTACH_CREATE, 1),  # VACUUM needs it, for the one name that is allowed
+    ):
+        connection.config(option, value)
+    for limit, largest in (
+        (apsw.SQLITE_LIMIT_LENGTH, limits.value_bytes),
+        (apsw.SQLITE_LIMIT_SQL_LENGTH, limits.sql_bytes),
+        (apsw.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, limits.pattern_bytes),
+        (apsw.SQLITE_LIMIT_ATTACHED, 1),  # VACUUM's
+        (apsw.SQLITE_LIMIT_TRIGGER_DEPTH, 100),
+        (apsw.SQLITE_LIMIT_WORKER_THREADS, 0),
+    ):
+        connection.limit(limit, largest)
+    policy = RemotePolicy(connection, clock)
+    connection.authorizer = policy.authorize
+    connection.set_progress_handler(lambda: policy.is_overdue, PROGRESS_STEPS)
+    return policy
+
+
+def limit_heap(size_bytes: int) -> None:
+    """Have SQLite, in the whole process, give back cached pages before it takes more than this. Never the hard limit: that
+    would fail statements of others."""
+    apsw.soft_heap_limit(size_bytes)
+
+
+def _refused(what: str) -> Exception:
+    return apsw_error(apsw.SQLITE_AUTH, f"{what} is refused: SQL of remote users stays in its database")
