@@ -100,6 +100,8 @@ class ChunkRecord(Record, frozen=True):
     verified_at_ms: UInt = 0
     verify_state: VerifyState = VerifyState.UNVERIFIED
     purge_after_ms: UInt = 0
+    changes: bytes = b""
+    """Which pages changed up to this base, for a while (`pages/changes.py`)."""
 
 
 class DeltaRecord(Record, frozen=True):

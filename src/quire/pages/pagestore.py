@@ -19,11 +19,15 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import overload
 
+from pyroaring import BitMap
+
 from quire.core.clock import Clock
 from quire.core.errors import (
     Corruption,
     DatabaseTombstoned,
+    EpochLost,
     InvalidInput,
+    OutOfRange,
     ReadOnly,
     SnapshotGone,
     StoreClosed,
@@ -31,6 +35,7 @@ from quire.core.errors import (
 )
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
+from quire.pages.changes import changed_pages
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Regions
 from quire.pages.page_source import Mark
 from quire.pages.readers import LEASE_SECONDS, Readers
@@ -238,6 +243,45 @@ class PageStore:
         """A reader of a view of this database, which hears when the snapshot behind it is dropped."""
 
         return open_kept(self._manifest, view, self.sources, self._regions)
+
+    def changed(self, since: int, upto: Mark) -> BitMap:
+        """A superset of the pages that differ between version `since` and version `upto`, which somebody has open: numbers
+        below the size of `upto`. All of them for `since` 0, and for what is older than the kept history (`changes.py`).
+
+        Raises `EpochLost` if a takeover lies between the two, `OutOfRange` if `since` is above `upto`.
+        """
+        if not 0 <= since <= upto.lsn:
+            raise OutOfRange("there is no such version yet", hint="begin with 0", since=since, upto=upto.lsn)
+        if not since:
+            return BitMap(range(upto.size_pages))
+        for tries_left in reversed(range(OPEN_TRIES)):
+            try:
+                return self._changed(since, upto)
+            except Corruption:  # a segment was let go while its region was read
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _changed(self, since: int, upto: Mark) -> BitMap:
+        # Unpublished versions first, then the transaction: what is published in between is in both (P8).
+        newest = self.wal.newest
+        pages = BitMap()
+        for page in tuple(self.wal.recent):
+            version = newest(page, upto.lsn)
+            if version is not None and version[0] > since and page < upto.size_pages:
+                pages.add(page)
+        with self._manifest.read() as txn:
+            begun = [first for first, _ in txn.timelines() if since < first <= upto.lsn]
+            if begun:
+                raise EpochLost(
+                    "the store was taken over since this version",
+                    hint="begin with 0",
+                    db_id=self.db_id,
+                    since=since,
+                    first_lsn=begun[-1],
+                )
+            shape = (self.db_id, self.pages_per_chunk, self._objects_url)
+            return pages | changed_pages(txn, self._regions, *shape, since, upto)
 
     def durable_version(self) -> tuple[int, int]:
         """(lsn, size in pages) of the newest durable version; the two belong together."""

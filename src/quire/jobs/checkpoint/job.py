@@ -70,6 +70,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import ChunkRecord, DbKind, DeltaRecord, JobKind, PlanRecord, Residency, WalRecord
 from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
 from quire.pages.catalog import chunk_place, segment_place
+from quire.pages.changes import history_after, rows_of
 
 TAKEN_MS = 1_000
 """How long a job waits that finds another one's plan running on its database."""
@@ -388,7 +389,7 @@ def publish_ops(
         leaf, offset = place(task.key.id)
         before = txn.chain(plan.db_id, task.key.id)
         origins.update(link.origin_db_id for link in before)
-        ops.append(_row(task, result, before, now_ms))
+        ops.append(_row(txn, task, result, before, now_ms))
         leaves.setdefault(leaf, {})[offset] = chain_after(task, before)
     cleared: dict[int, bytearray] = {}
     for slot in plan.cleared:
@@ -412,7 +413,7 @@ def publish_ops(
     return ops, origins
 
 
-def _row(task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
+def _row(txn: ReadTxn, task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
     key, remote, size = task.key, Residency.REMOTE_ARCHIVED, result.size_bytes
     common: dict[str, Any] = {
         "lsn_start": task.lsn_start,
@@ -426,12 +427,14 @@ def _row(task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
         "namespace_id": task.namespace_id,
     }
     if key.kind is ArtifactKind.BASE:
-        return PutChunk(key.origin_db_id, key.id, key.generation, ChunkRecord(remote, size, now_ms, **common))
+        changes = history_after(rows_of(txn, key.id, before), task.covered_lsn, result.fresh, now_ms)
+        record = ChunkRecord(remote, size, now_ms, changes=changes, **common)
+        return PutChunk(key.origin_db_id, key.id, key.generation, record)
     if not before or before[0].generation != task.base_generation:
         raise StalePlan("the base that a delta was made for is gone", hint="plan again", artifact=key)
     base = before[0]
-    record = DeltaRecord(base.generation, remote, size, now_ms, dirty_pages=result.bitmap, **common)
-    return PutDelta(key.origin_db_id, key.id, key.generation, key.delta_id, base.origin_db_id, record)
+    delta = DeltaRecord(base.generation, remote, size, now_ms, dirty_pages=result.bitmap, **common)
+    return PutDelta(key.origin_db_id, key.id, key.generation, key.delta_id, base.origin_db_id, delta)
 
 
 def chain_after(task: SlotTask, before: Chain) -> Chain:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pyroaring import BitMap
 
 from quire.core.errors import InternalError
-from quire.core.ids import ArtifactKey
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import MIB
 from quire.durable.checksums import crc64, crc64_rows
 from quire.durable.failpoints import hit
@@ -87,6 +87,8 @@ class SlotResult:
     page_count: int
     bitmap: bytes
     bitmap_hash: int
+    fresh: bytes = b""
+    """Bitmap of the pages that came from segments; empty if none did."""
 
 
 def join_slot(key: Key, task: SlotTask | None, parts: list[SegmentPart], tools: Tools) -> SlotResult:
@@ -140,7 +142,17 @@ def write_slot(
         page_count=info.page_count,
         bitmap=info.bitmap,
         bitmap_hash=info.bitmap_hash,
+        fresh=_fresh(task, frames),
     )
+
+
+def _fresh(task: SlotTask, frames: NDArray[np.void]) -> bytes:
+    """For the history of a base. A delta has its own bitmap."""
+    if task.key.kind is not ArtifactKind.BASE or not len(frames):
+        return b""
+    pages = BitMap(packed(frames["page"] % np.uint32(task.pages_per_chunk)))
+    pages.run_optimize()
+    return pages.serialize()
 
 
 def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInfo:
