@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import quire
 from bench.manifest import chunk_op, fresh
@@ -81,13 +81,16 @@ def s3() -> Iterator[Callable[[str], str]]:
         server.wait(30)
 
 
-def opened(directory: Path, name: str, url: str = "", mode: str = "off", **archive: Any) -> quire.Store:
+ArchiveMode = Literal["off", "async", "sync"]
+
+
+def opened(directory: Path, name: str, url: str = "", mode: ArchiveMode = "off", **archive: Any) -> quire.Store:
     """A new store without upkeep of its own, with archiving or without."""
     root = directory / name
     shutil.rmtree(root, ignore_errors=True)
     settings = quire.StoreSettings(
         object_store=url,
-        archive=quire.ArchiveSettings(mode=mode, **archive),  # type: ignore[arg-type]
+        archive=quire.ArchiveSettings(mode=mode, **archive),
         maintenance=quire.MaintenanceSettings(enabled=False),
     )
     store = quire.open(root, settings=settings)

@@ -27,7 +27,7 @@ import msgspec
 
 import quire
 from quire.archive.archiver import Archiver
-from quire.archive.bases import everything
+from quire.archive.base_writer import everything
 from quire.archive.format import AnyEvent, ArtifactEvent, CommitEvent
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase, Slot
 from quire.archive.recorder import REMOTE_FILES, sha256_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.archive import bases
+from quire.archive import base_writer
 from quire.archive.format import Position
 from quire.core.errors import AccessDenied, NotArchived
 from quire.core.limits import MIB
@@ -319,7 +319,7 @@ def test_a_base_that_waits_for_the_bucket_holds_no_transaction_of_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMDB uses no page again that an open reader may see: an outage during a base would have filled the map."""
-    monkeypatch.setattr(bases, "OBJECT_BYTES", 1_000)  # parts end in the middle of the manifest's rows
+    monkeypatch.setattr(base_writer, "OBJECT_BYTES", 1_000)  # parts end in the middle of the manifest's rows
     with world(tmp_path, base_seconds=0.3) as w:
         fill(w.store, 0)
         w.archived()

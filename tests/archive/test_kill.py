@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.archive.chain import find, store_ids
+from quire.archive.log_reader import find, store_ids
 from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.durable.failpoints import armed
 from quire.objects.open import open_store

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.archive import bases
+from quire.archive import base_writer
 from quire.archive.recorder import RecordedFile, Recorder, written
 from quire.testing.simulation import SimulationFailed
 from tests.archive import losses
@@ -60,7 +60,7 @@ def bases_count_before_their_files_are_read() -> None:
     def nothing(*_: Any) -> Iterator[str]:
         return iter(())
 
-    _patch.setattr(bases, "_paths", nothing)
+    _patch.setattr(base_writer, "_paths", nothing)
 
 
 def tables_are_not_handed_over() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.archive.chain import find, header_of, last_object
 from quire.archive.format import Kind, Position
+from quire.archive.log_reader import find, header_of, last_object
 from quire.archive.sealing import seal
 from quire.objects.open import open_store
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import quire
 from quire.archive import status as s
 from quire.archive.metrics import ArchiveCollector
-from quire.archive.moments import moments
+from quire.archive.window import restorable_range
 from quire.objects.open import open_store
 from tests.archive.world import Gate, fill, until, world
 
@@ -59,7 +59,7 @@ def test_the_oldest_and_the_newest_moment_are_found_in_the_bucket(tmp_path: Path
         with w.store.manifest.read() as txn:
             store_id = txn.store_id()
         bucket = open_store(str(w.bucket))
-        found = moments(bucket, store_id)
+        found = restorable_range(bucket, store_id)
         bucket.close()
         assert found.oldest_at_ms <= first <= found.newest_at_ms
         assert found.oldest < found.newest

@@ -14,18 +14,18 @@ import msgspec
 import pytest
 
 import quire
-from quire.archive.chain import find
-from quire.archive.replay import read_remote_files
+from quire.archive.log_reader import find
+from quire.archive.state_files import read_remote_files
 from quire.archive.window import Line, list_archive, reach
 from quire.core.errors import InvalidInput
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.jobs.archive_window import ArchiveWindow
 from quire.manifest import tables as t
-from quire.manifest.retired import retired
+from quire.manifest.namespaces import retired_objects
 from quire.objects.open import open_store
 from quire.store import opening
-from quire.store.archive_audit import audit_bucket
+from quire.store.heavy import audit_bucket
 from quire.store.restoring import restore
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -115,7 +115,7 @@ def value_of(store: Store) -> int:
 
 def waiting(store: Store) -> list[str]:
     with store.manifest.read() as txn:
-        return sorted(row.name for _, row in retired(txn))
+        return sorted(row.name for _, row in retired_objects(txn))
 
 
 def grown(world: World, store: Store, hours: int) -> list[tuple[int, int]]:
@@ -369,7 +369,7 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_round
 
 def ages(store: Store) -> list[int]:
     with store.manifest.read() as txn:
-        return [row.since_ms for _, row in retired(txn)]
+        return [row.since_ms for _, row in retired_objects(txn)]
 
 
 def test_a_sweep_leaves_retired_objects_alone(world: World) -> None:

@@ -14,8 +14,8 @@ import msgspec
 
 import quire
 from quire.archive.archiver import Archiver
-from quire.archive.chain import epochs, log_positions
 from quire.archive.format import Header, Position, decode_object, log_key
+from quire.archive.log_reader import epochs, log_positions
 from quire.core.clock import Clock
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.settings import ArchiveSettings, LsmSettings, MaintenanceSettings, StoreSettings, StreamSettings

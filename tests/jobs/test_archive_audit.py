@@ -12,7 +12,7 @@ import pytest
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.jobs.archive_audit.audit import GRACE_MS, ArchiveAudit
 from quire.store import opening
-from quire.store.archive_audit import audit_bucket
+from quire.store.heavy import audit_bucket
 from quire.testing.clock import ManualClock
 
 HOUR = 3_600.0

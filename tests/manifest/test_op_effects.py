@@ -20,10 +20,12 @@ from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import (
     BeginOwnerEpoch,
     DropNamespace,
+    ForgetRetired,
     PutChunk,
     PutDelta,
     PutNamespace,
     RecordUploads,
+    RetireObjects,
     UpdateArtifact,
 )
 from quire.manifest.ops.base import Counter, Op, ReserveIds, ReserveLocalIds
@@ -74,7 +76,6 @@ from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, Fo
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.registry import OPS
-from quire.manifest.ops.retired import ForgetRetired, RetireObjects
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
 from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.timeline import Timeline

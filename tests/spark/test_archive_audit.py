@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.store.archive_audit import audit_bucket
+from quire.store.heavy import audit_bucket
 from tests.jobs.test_archive_audit import Bucket
 
 if TYPE_CHECKING:

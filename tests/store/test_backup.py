@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.archive.tap import Tap
+from quire.archive.backup_recorder import BackupRecorder
 from quire.core.errors import Conflict, Corruption, InvalidInput, ReadOnly
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
@@ -233,12 +233,12 @@ def test_targets_that_are_no_other_place_are_refused(tmp_path: Path) -> None:
 
 
 def test_recording_begins_between_two_commits(tmp_path: Path) -> None:
-    tap = Tap(OsDisk(), str(tmp_path), OsDisk())
-    place = tap.reserve()
+    recorder = BackupRecorder(OsDisk(), str(tmp_path), OsDisk())
+    place = recorder.reserve()
     begun, ended = threading.Event(), threading.Event()
 
     def record() -> None:
-        with tap.recording() as queue:
+        with recorder.recording() as queue:
             begun.set()
             ended.wait(10)
             taken.extend(queue.take(1 << 20)[0])
@@ -247,10 +247,10 @@ def test_recording_begins_between_two_commits(tmp_path: Path) -> None:
     thread = threading.Thread(target=record)
     thread.start()
     assert not begun.wait(0.1), "the commit under way would be in neither the base nor the log"
-    tap.fill(place, [])
+    recorder.fill(place, [])
     assert begun.wait(10)
-    tap.fill(tap.reserve(), [("db", [(b"k", b"v")], [])])
-    tap.reserve().cancel()
+    recorder.fill(recorder.reserve(), [("db", [(b"k", b"v")], [])])
+    recorder.reserve().cancel()
     ended.set()
     thread.join()
     assert len(taken) == 1

@@ -18,7 +18,7 @@ import quire
 from quire.archive import standbys
 from quire.archive.format import StandbyEvent
 from quire.archive.replay import FILES
-from quire.archive.standby_state import STANDBY_FILE, Phase, read_state
+from quire.archive.state_files import STANDBY_FILE, StandbyPhase, read_standby_state
 from quire.core.errors import InvalidInput, StoreFenced
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
@@ -265,7 +265,7 @@ def test_a_log_that_was_trimmed_meanwhile_is_followed_from_its_base(tmp_path: Pa
         here.archiver._needs_base = True
         fill(here.store, 20)
         here.archived()
-        state = read_state(OsDisk(), str(tmp_path / "standby"))
+        state = read_standby_state(OsDisk(), str(tmp_path / "standby"))
         assert state is not None
         next_object = here.log_path(type(state.position)(1, state.position.number + 1))
         next_object.unlink()
@@ -392,5 +392,5 @@ def test_a_standby_behind_by_many_objects_catches_up_and_stays_close(tmp_path: P
             thread.join(30)
         assert lags
         assert sorted(lags)[len(lags) // 2] < 2.0
-        assert read_state(OsDisk(), str(tmp_path / "standby")).phase is Phase.FOLLOWING  # type: ignore[union-attr]
+        assert read_standby_state(OsDisk(), str(tmp_path / "standby")).phase is StandbyPhase.FOLLOWING  # type: ignore[union-attr]
         assert what_a_promotion_gives(here) == contents(here.store)

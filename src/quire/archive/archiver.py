@@ -35,8 +35,7 @@ from collections.abc import Callable
 from functools import partial
 
 from quire.archive.artifacts import Artifacts
-from quire.archive.bases import write_base
-from quire.archive.chain import last_object
+from quire.archive.base_writer import write_base
 from quire.archive.format import (
     NONE,
     AnyEvent,
@@ -50,11 +49,12 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
+from quire.archive.log_reader import last_object
 from quire.archive.queue import Entry, Outgoing, PendingArtifact, PendingBase, Slot, bounded_queue
 from quire.archive.recorder import SPOOL, Recorder
 from quire.archive.sealing import begin_log, fenced_by
 from quire.archive.standbys import StandbyWatch
-from quire.archive.state import ArchiveState, take_state, write_state
+from quire.archive.state_files import ArchiveState, take_archive_state, write_archive_state
 from quire.archive.status import ArchiveStatus, DrillRecord, Figures, Traffic, read_drill, status_of
 from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, InvalidInput, NotArchived, QuireError, StoreFenced, Unavailable
@@ -153,7 +153,7 @@ class Archiver:
         with self._manifest.read() as txn:
             self._store_id, self._epoch = txn.store_id(), txn.owner_epoch()
         self._artifacts.sweep()
-        state = take_state(self._disk, self._root)
+        state = take_archive_state(self._disk, self._root)
         if state is not None and not state.continues(self._store_id, self._epoch, self._manifest.env.last_txn_id()):
             state = None
         if state is not None:
@@ -196,7 +196,7 @@ class Archiver:
                 at_ms=self._at_ms,
                 base_at_ms=self._base_at_ms,
             )
-            write_state(self._disk, self._root, state)
+            write_archive_state(self._disk, self._root, state)
         elif self._failure is None and self._threads:  # without them the opening was refused, and nothing was changed
             emit_safely("warning", "archive.incomplete", lag_seconds=self.lag_seconds(), error=self.last_error)
         self.queue.close()
@@ -550,7 +550,7 @@ class Archiver:
                 self._changed.notify_all()
 
     def put_part(self, key: str, events: list[AnyEvent], first: Position) -> tuple[str, int, bytes]:
-        """Upload a part of a base, however long that takes: its name, size and digest (`bases.BaseSink`)."""
+        """Upload a part of a base, however long that takes: its name, size and digest (`base_writer.BaseSink`)."""
         header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
         data = encode_object(header, events)
         self._until_it_answers(lambda: self._objects().put(key, data))
@@ -558,7 +558,7 @@ class Archiver:
         return key, len(data), hashlib.sha256(data).digest()
 
     def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
-        """The event of a file that never changes, which is uploaded now if it was not (`bases.BaseSink`)."""
+        """The event of a file that never changes, which is uploaded now if it was not (`base_writer.BaseSink`)."""
 
         def upload(key: str, path: str) -> None:
             self._until_it_answers(lambda: self._put_artifact(key, path))

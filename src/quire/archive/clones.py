@@ -20,7 +20,7 @@ import msgspec
 from quire.core.errors import Corruption, ObjectNotFound
 from quire.durable.object_names import clone_key, clones_prefix
 from quire.objects.api import DeletableStore, ObjectStore, list_objects
-from quire.objects.registrations import withdraw
+from quire.objects.collector import withdraw
 
 LIST_SECONDS = 60.0
 CLOCK_MS = 3_600_000

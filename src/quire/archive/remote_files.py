@@ -1,8 +1,8 @@
 """A `Disk` on which some files are in the bucket: what a restore did not download is read from there, range by range (A10).
 
 Terms
-  remote   a file that never changes, whose bytes are an object (`replay.RemoteFile`). It has a path, a size, and can be read,
-           linked, renamed and removed as if it were here
+  remote   a file that never changes, whose bytes are an object (`state_files.RemoteFile`). It has a path, a size, and can be
+           read, linked, renamed and removed as if it were here
 
 The list of them is remote_files.json in the store's directory; it is replaced whole when it changes, before the call returns.
 
@@ -11,14 +11,16 @@ Threads: any. Raises what disk and object store raise.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import msgspec
 
 from quire.archive.recorder import REMOTE_FILES
-from quire.archive.replay import RemoteFile, read_remote_files
+from quire.archive.state_files import RemoteFile, read_remote_files
 from quire.core.cache import ByteCache
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import crc64
@@ -138,17 +140,14 @@ class RemoteHandle:
     def read_at(self, size: int, offset: int) -> bytes:
         return self._files.read(self._file, size, offset)
 
-    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        raise NotImplementedError("a file in the bucket never changes")
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """What the system says of a descriptor that was opened for reading. A file in the bucket never changes."""
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), self._path)
+
+    write_at = truncate = allocate = _refuse
 
     def size(self) -> int:
         return self._file.size
-
-    def truncate(self, size: int) -> None:
-        raise NotImplementedError("a file in the bucket never changes")
-
-    def allocate(self, size: int) -> None:
-        raise NotImplementedError("a file in the bucket never changes")
 
     def sync(self) -> None:
         """It is durable."""

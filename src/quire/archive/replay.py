@@ -36,7 +36,6 @@ from quire.archive.format import (
     CreateEvent,
     DirectoryEvent,
     LinkEvent,
-    Position,
     RemoveEvent,
     RenameEvent,
     ReserveEvent,
@@ -45,46 +44,22 @@ from quire.archive.format import (
     ZeroEvent,
 )
 from quire.archive.recorder import REMOTE_FILES, Shipping, shipping
+from quire.archive.state_files import RemoteFile, read_remote_files
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
 from quire.core.settings import ManifestSettings
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, read_all, write_atomic, write_new
+from quire.durable.files import Disk, File, write_atomic, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
 
 FILES = ".files"
 """In a directory that is being made: its files by number."""
-ORIGIN = "restored.json"
-"""In a store's directory: what it was restored from."""
 STAGED = "staged"
 """In `.files/`: a second link to a file, on its way to replace another."""
 OPEN_FILES_MAX = 64
 ZERO_STEP = MIB
-
-
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """restored.json: what a directory was restored from."""
-
-    store_id: str
-    url: str
-    position: Position
-    digest: bytes
-    """SHA-256 of the last object that was applied."""
-    at_ms: int
-    epoch: int = 0
-    """The owner epoch that a takeover of this directory began; 0 before that. An older one's origin is history."""
-
-
-class RemoteFile(msgspec.Struct, frozen=True):
-    """An artifact in the bucket."""
-
-    key: str
-    size: int
-    sha256: bytes
-    file: int = 0
-    """The inode it had in the owner's directory: a standby is told of its end by that."""
 
 
 Adapt = Callable[[str, list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]]
@@ -425,30 +400,6 @@ def _walk(root: str) -> Iterator[str]:
     for part in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
         for folder, _, present in os.walk(os.path.join(root, part)):
             yield from (os.path.join(folder, name) for name in present)
-
-
-def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
-    """The artifacts that a restore left in the bucket, by path."""
-    try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, REMOTE_FILES)), type=dict[str, RemoteFile])
-    except FileNotFoundError:
-        return {}
-    except msgspec.MsgspecError as error:
-        hint = "restore the store again"
-        raise Corruption("remote_files.json is damaged", hint=hint, path=root, cause=str(error)) from error
-
-
-def read_origin(disk: Disk, root: str) -> Origin | None:
-    """What the directory was restored from; `None` if it was not."""
-    try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, ORIGIN)), type=Origin)
-    except (FileNotFoundError, msgspec.MsgspecError):
-        return None
-
-
-def write_origin(disk: Disk, root: str, origin: Origin) -> None:
-    """Note what the directory was restored from."""
-    write_atomic(disk, os.path.join(root, ORIGIN), msgspec.json.encode(origin))
 
 
 def _write_zeros(file: File, offset: int, length: int) -> None:

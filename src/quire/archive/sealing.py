@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from quire.archive.chain import epochs, last_object
 from quire.archive.format import (
     HELPED_BY,
     NO_DIGEST,
@@ -26,7 +25,8 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
-from quire.archive.replay import Origin, read_origin, write_origin
+from quire.archive.log_reader import epochs, last_object
+from quire.archive.state_files import Origin, read_origin, write_origin
 from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk

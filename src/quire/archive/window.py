@@ -25,7 +25,6 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from quire.archive.chain import base_events, header_of, log_events
 from quire.archive.format import (
     NONE,
     ArtifactEvent,
@@ -38,6 +37,7 @@ from quire.archive.format import (
     log_key,
     parse_archive_key,
 )
+from quire.archive.log_reader import base_events, find, header_of, log_events
 from quire.core.errors import Corruption
 from quire.objects.api import ObjectStore
 
@@ -267,3 +267,25 @@ def files_of(store: ObjectStore, store_id: str, kept: Oldest) -> Iterator[str]:
         yield from (event.key for event in events if isinstance(event, ArtifactEvent))
     for _, _, events in log_events(store, store_id, first, kept.position):
         yield from (event.key for event in events if isinstance(event, ArtifactEvent))
+
+
+# ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class RestorableRange(msgspec.Struct, frozen=True, kw_only=True):
+    """How far back, and how far on, a store can be restored."""
+
+    newest: Position
+    newest_at_ms: int
+    oldest: Position
+    oldest_at_ms: int
+
+
+def restorable_range(store: ObjectStore, store_id: str) -> RestorableRange:
+    """The newest and the oldest restorable moment of a store: of the line that leads to the newest, not of abandoned epochs."""
+    newest = find(store, store_id)
+    oldest = Line(store, list_archive(store, store_id)).oldest()
+    return RestorableRange(
+        newest=newest.position,
+        newest_at_ms=newest.at_ms,
+        oldest=oldest.position if oldest is not None else newest.position,
+        oldest_at_ms=oldest.at_ms if oldest is not None else newest.at_ms,
+    )

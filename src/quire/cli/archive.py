@@ -1,4 +1,4 @@
-"""Commands about the archive: on, off, status and drill; and `restore-store`, which makes a store from its bucket alone.
+"""Commands about the archive: on, off, status, drill and audit; and `restore-store`, which makes a store from its bucket alone.
 
 `status` asks the owner if it serves, and the bucket; without an owner the directory says how the store was closed. `drill`
 runs in the owner, which compares the restored copy with what it has open.
@@ -11,13 +11,13 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
-from quire.archive.moments import Moments, moments
-from quire.cli import archive_audit
+from quire.archive.window import RestorableRange, restorable_range
 from quire.cli.command import Cli, CliResult, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, moment_of, size, span
-from quire.cli.output import Facts, Note, Report
+from quire.cli.lookup import Runner, need_runner
+from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
 from quire.core.json_values import plain
@@ -25,9 +25,10 @@ from quire.core.settings import ObjectSettings
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
+from quire.jobs.audit.table import write_report
 from quire.objects.options import options_of
 from quire.service.sockets import find_owner
-from quire.store import restoring
+from quire.store import object_location, restoring
 from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
 from quire.store.layout import objects_url
@@ -36,6 +37,7 @@ from quire.store.object_location import is_inside, open_place, place_of
 if TYPE_CHECKING:
     from quire.archive.status import ArchiveStatus, DrillRecord
     from quire.core.settings import StoreSettings
+    from quire.jobs.archive_audit.audit import ArchiveAudit
     from quire.store.restoring import Restored
 
 archive = Group("archive")
@@ -44,6 +46,8 @@ MODES = ("async", "sync")
 FIRST_BASE_SECONDS = 24 * 3_600.0
 """How long `archive on` waits for the first upload of the whole store; Ctrl-C ends it, and the owner continues later."""
 PROBLEM_STATES = ("fenced", "stopped", "behind")
+LISTED = 50
+"""Differences that are shown to people; `--report` and `--json` have them all."""
 CLOCK = SystemClock()
 
 
@@ -166,10 +170,10 @@ def archive_status(cli: Cli) -> ArchiveStatus | None:
         return store.info().archive
 
 
-def _ask_bucket(cli: Cli, root: str, settings: StoreSettings) -> tuple[Moments | None, str]:
+def _ask_bucket(cli: Cli, root: str, settings: StoreSettings) -> tuple[RestorableRange | None, str]:
     try:
         with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
-            return moments(bucket, txn.store_id()), ""
+            return restorable_range(bucket, txn.store_id()), ""
     except QuireError as error:
         return None, error.what
 
@@ -192,7 +196,9 @@ def state_text(status: ArchiveStatus) -> str:
     return STATES.get(status.state, status.state)
 
 
-def _lines(status: ArchiveStatus, in_bucket: Moments | None, unreachable: str, place: str) -> list[tuple[str, str]]:
+def _lines(
+    status: ArchiveStatus, in_bucket: RestorableRange | None, unreachable: str, place: str
+) -> list[tuple[str, str]]:
     now = CLOCK.now_ms()
     promise = {"async": f"uploads every {status.interval_seconds:g} s", "sync": "every change waits for the bucket"}
     lines = [
@@ -367,4 +373,82 @@ def _show_progress(step: str, done: int, total: int) -> None:
 
 
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-command("audit", archive, example="quire archive audit s3://my-bucket/shop")(archive_audit.audit)
+# ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("audit", archive, example="quire archive audit s3://my-bucket/shop")
+def audit(
+    cli: Cli,
+    url: Annotated[
+        str, Argument(metavar="[URL]", help="The bucket, if the store's directory is lost.", show_default="the store's")
+    ] = "",
+    store_id: Annotated[str, Option(metavar="ID", help="Which store, if several share the bucket.")] = "",
+    report: Annotated[str, Option(metavar="FILE", help="Write the differences to a Parquet file.")] = "",
+    runner: Runner = "",
+) -> CliResult:
+    """Read the whole archive and check that every moment in it can be restored.
+
+    That is log objects, bases, tables, compressed segments, and the chunks and segments that rows of any restorable moment
+    name, by their digests. Also lists objects that nothing names. Reads only the bucket. Exit code 1 if something is missing or
+    altered; orphans do not count.
+    """
+    from quire.store.heavy import audit_bucket  # loads the runners, which other commands about archives do without
+
+    need_runner(runner)
+    if url:
+        result = audit_bucket(url, store_id=store_id, runner=runner, progress=_PercentRead())
+    else:
+        with cli.reader() as manifest, manifest.read() as txn:
+            place = objects_url(cli.path, cli.settings())
+            store_id, options = store_id or txn.store_id(), object_location.options_of(txn, cli.settings(), place)
+        result = audit_bucket(place, store_id=store_id, options=options, runner=runner, progress=_PercentRead())
+    if report:
+        write_report(report, [*result.problems, *result.orphans])
+    return _audit_verdict(result)
+
+
+class _PercentRead:
+    """Percent on the terminal, where a person watches."""
+
+    def __init__(self) -> None:
+        self._shown = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = done * 100 // max(total, 1)
+        if percent != self._shown and on_terminal():
+            self._shown = percent
+            sys.stderr.write(f"\r{percent} % read" + ("\n" if done >= total else ""))
+            sys.stderr.flush()
+
+
+def _audit_verdict(audit: ArchiveAudit) -> CliResult:
+    lines = [
+        ("store", audit.store_id),
+        ("restorable", f"{moment(audit.oldest_at_ms)} to {moment(audit.newest_at_ms)}" if audit.oldest_at_ms else "-"),
+        ("read", f"{count_of(audit.objects, 'object')}, {size(audit.size_bytes)}; {audit.log_objects:,} of the log"),
+        ("missing or altered", f"{len(audit.problems):,}"),
+        ("orphans", f"{len(audit.orphans):,}, {size(sum(row['size_bytes'] for row in audit.orphans))}"),
+    ]
+    if audit.abandoned:
+        epochs = ", ".join(f"epoch {epoch}: {count_of(n, 'object')}" for epoch, n in sorted(audit.abandoned.items()))
+        lines.append(("abandoned", f"{epochs}; removed only by name"))
+    differences = [*audit.problems, *audit.orphans]
+    left = len(differences) - LISTED
+    listing = Listing(
+        columns=["state", "object", "what"],
+        rows=[Row([row["state"].lower(), row["artifact"] or "-", row["what"]], row) for row in differences[:LISTED]],
+        empty="every moment can be restored",
+        closing=f"{left:,} more: `--report FILE` lists all" if left > 0 else "",
+    )
+    data = {
+        "store_id": audit.store_id,
+        "oldest_at_ms": audit.oldest_at_ms,
+        "newest_at_ms": audit.newest_at_ms,
+        "log_objects": audit.log_objects,
+        "objects": audit.objects,
+        "size_bytes": audit.size_bytes,
+        "runner": audit.runner,
+        "problems": audit.problems,
+        "orphans": audit.orphans,
+        "abandoned": {str(epoch): n for epoch, n in audit.abandoned.items()},
+    }
+    shown = Report(parts=[Facts(lines=lines, data=None), listing], data=data)
+    return CliResult(shown, OK if audit.is_sound else PROBLEMS)

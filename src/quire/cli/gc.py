@@ -26,9 +26,9 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
 from quire.durable.names import parse_object_key
 from quire.manifest import tables as t
+from quire.manifest.namespaces import retired_objects
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import AuditAction, JobKind, JobState
-from quire.manifest.retired import retired
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -172,7 +172,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     )
     ready = [zero for zero in waiting if zero.due_at_ms <= now]
     with manifest.read() as txn:
-        kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired(txn))
+        kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired_objects(txn))
     facts = Facts(
         lines=[
             ("would delete now", _amount(ready)),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-from quire.archive.state import take_state
+from quire.archive.state_files import take_archive_state
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, command
 from quire.cli.formatting import count_of, moment, size
@@ -91,7 +91,7 @@ def _owned(cli: Cli) -> Iterator[str]:
     """The store's directory, while no other process owns it."""
     root = _root(cli)
     lock = FileLock.acquire(os.path.join(root, LOCK))
-    take_state(OsDisk(), root)  # no archive sees what is moved here: its next life begins with a base
+    take_archive_state(OsDisk(), root)  # no archive sees what is moved here: its next life begins with a base
     try:
         yield root
     finally:

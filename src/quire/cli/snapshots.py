@@ -63,7 +63,7 @@ def create(
     name: Annotated[
         str, Argument(metavar="[NAME]", help="The snapshot's name.", show_default="default: none, only an id")
     ] = "",
-    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="A tag; repeatable.")] = [],  # noqa: B006
+    tag: Annotated[list[str] | None, Option("--tag", metavar="KEY=VALUE", help="A tag; repeatable.")] = None,
 ) -> Note:
     """Create a snapshot of a database. Nothing is copied, whatever the size."""
     need_no_number(name)
@@ -83,8 +83,8 @@ def fork(
     new: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
     at: At = "",
     tag: Annotated[
-        list[str], Option("--tag", metavar="KEY=VALUE", help="A tag, added to those of DB; repeatable.")
-    ] = [],  # noqa: B006
+        list[str] | None, Option("--tag", metavar="KEY=VALUE", help="A tag, added to those of DB; repeatable.")
+    ] = None,
 ) -> Note:
     """Fork a database: create a copy that shares its data.
 
@@ -99,7 +99,7 @@ def fork(
         if version.at is not None:
             need_pages(info, "can be forked between snapshots")
         settled(store, database)
-        tags = tags_of(tag, reserved="")
+        tags = tags_of(tag or [], reserved="")
         if version.at is None:
             snapshot_id = version.snapshot.snapshot_id if version.snapshot else None
             created = store.fork(database, new, at=snapshot_id, tags=tags)

@@ -167,8 +167,9 @@ def shell(
     cli: Cli,
     database: Database,
     statements: Annotated[
-        list[str], Argument(metavar="[SQL]...", help="Statements to run; none opens a prompt.", show_default=False)
-    ] = [],  # noqa: B006 - nobody changes it
+        list[str] | None,
+        Argument(metavar="[SQL]...", help="Statements to run; none opens a prompt.", show_default=False),
+    ] = None,
     at: At = "",
 ) -> CliResult:
     """Open SQLite's shell on a database or a version of it.
@@ -185,7 +186,7 @@ def shell(
         connection = store.sqlite(database, at=wanted)
         title = f"{database} {version.text}{', read-only: another process owns the store' if beside else ''}"
         try:
-            code = run_shell(connection, visible(title), statements)
+            code = run_shell(connection, visible(title), statements or [])
         except InvalidInput as error:
             if type(error.__cause__).__name__ == "ReadOnlyError":
                 error.hint = _where_to_write(database, at, beside=beside)

@@ -93,7 +93,7 @@ def _say(cli: Cli, status: StandbyStatus) -> None:
 
 @command("promote", example="quire promote ./standby --yes")
 def promote(
-    cli: Cli,  # noqa: ARG001 - every command gets one
+    _cli: Cli,
     directory: Directory,
     discard: Annotated[
         bool, Option("--discard", help="Also if another owner has taken over; what it wrote is lost here.")
@@ -122,7 +122,7 @@ def _promoted_note(promoted: Promoted) -> Note:
 # ── clones ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("clone", example="quire clone ./bucket ./copy")
 def clone(
-    cli: Cli,  # noqa: ARG001 - every command gets one
+    _cli: Cli,
     source: Annotated[str, Argument(metavar="SOURCE", help="The bucket of an archived store, or its directory.")],
     directory: Annotated[str, Argument(metavar="DIR", help="A new directory for the clone.")],
     at: Annotated[

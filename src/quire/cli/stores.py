@@ -201,8 +201,8 @@ def set_status(
 def set_options(
     cli: Cli,
     database: Database,
-    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Set a tag; repeatable.")] = [],  # noqa: B006
-    untag: Annotated[list[str], Option("--untag", metavar="KEY", help="Remove a tag.")] = [],  # noqa: B006
+    tag: Annotated[list[str] | None, Option("--tag", metavar="KEY=VALUE", help="Set a tag; repeatable.")] = None,
+    untag: Annotated[list[str] | None, Option("--untag", metavar="KEY", help="Remove a tag.")] = None,
     compression: Annotated[str, Option(metavar="NAME", help="none or zstd.", show_default="unchanged")] = "",
 ) -> Note:
     """Change the tags of a database, or the compression of its new chunks."""
@@ -211,7 +211,7 @@ def set_options(
     with cli.keeper() as store:
         tags = None
         if tag or untag:
-            tags = {key: value for key, value in store.database(database).tags.items() if key not in untag}
-            tags |= tags_of(tag, reserved="")
+            tags = {key: value for key, value in store.database(database).tags.items() if key not in (untag or [])}
+            tags |= tags_of(tag or [], reserved="")
         changed = store.set_options(database, tags=tags, compression=compression)
     return Note(text=f"{changed.name}: {tags_text(changed.tags) or 'no tags'}", data=changed)

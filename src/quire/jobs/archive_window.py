@@ -29,8 +29,8 @@ from quire.archive.window import Line, list_archive, plan_trim
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.manifest.ops.retired import ForgetRetired
-from quire.manifest.retired import retired
+from quire.manifest.namespaces import retired_objects
+from quire.manifest.ops.artifacts import ForgetRetired
 
 if TYPE_CHECKING:
     from quire.core.settings import ArchiveSettings
@@ -112,7 +112,9 @@ class ArchiveWindow:
         """Delete what was retired before a moment, or everything; how many objects."""
         ctx, deleted = self._ctx, 0
         with ctx.manifest.read() as txn:
-            due = [(digest, row) for digest, row in retired(txn) if before_ms is None or row.since_ms <= before_ms]
+            due = [
+                (digest, row) for digest, row in retired_objects(txn) if before_ms is None or row.since_ms <= before_ms
+            ]
         by_url: dict[str, list[tuple[bytes, str]]] = {}
         for digest, row in due:  # not in the transaction: the bucket is asked
             url = row.url or ctx.objects_url

@@ -1,5 +1,5 @@
-"""Namespaces of objects: registering a place, and beginning an owner epoch in all of them. Terms: see
-`quire.manifest.ops.artifacts`.
+"""Namespaces of objects: registering a place, beginning an owner epoch in all of them, and what of them may be deleted.
+Terms: see `quire.manifest.ops.artifacts`.
 
 A store begins its first epoch with its first object, not sooner: a store that keeps nothing remotely has none. If beginning
 an epoch stops before its commit, an id of a namespace may never be used, and the epoch is begun again.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.core.errors import StalePlan
+from quire.core.errors import ManifestDamaged, StalePlan
+from quire.core.events import emit
 from quire.core.timeline import range_start, restored_start
 from quire.durable.names import parse_object_key
 from quire.durable.object_names import (
@@ -27,13 +28,12 @@ from quire.durable.object_names import (
 )
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutNamespace
+from quire.manifest.ops.artifacts import BeginOwnerEpoch, DropNamespace, PutNamespace, RetireObjects
 from quire.manifest.ops.base import Counter, Op, ReserveLocalIds
 from quire.manifest.ops.plans import AbandonPlan
-from quire.manifest.ops.retired import RetireObjects
 from quire.manifest.ops.timeline import SKIPPED_IDS, Timeline
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import NamespaceRecord
+from quire.manifest.records import NamespaceRecord, RetiredRecord
 from quire.objects.api import PAGE_OBJECTS
 from quire.objects.collector import Collector, Owned
 
@@ -230,3 +230,12 @@ def database_of(name: str) -> int:
     if artifact is not None:
         return artifact.origin_db_id
     return int(suffix.split("/")[1]) if is_log_key(suffix) else 0
+
+
+def retired_objects(txn: ReadTxn) -> Iterator[tuple[bytes, RetiredRecord]]:
+    """(digest, row) of every retired object; a damaged row is passed over, and its object stays."""
+    for key, value in txn.raw_scan(t.RETIRED):
+        try:
+            yield t.RETIRED.key.unpack(key)[0], t.RETIRED.rows.decode(key, value)
+        except ManifestDamaged as error:
+            emit("warning", "archive.damaged_row", error=str(error))

@@ -7,11 +7,15 @@ the call is deleted: what named it is wrong. How long an object is kept after no
 grace of the delete job (M8), and of a sweep. With archiving on, archived moments still need it: `delete` retires it, and
 `delete_now` is for whoever knows that none does (A8).
 
+What standbys and clones have put to make themselves known is removed by `withdraw`: a standby's entry is the standby's own, and
+a clone's entry is removed by the clone, or by a person who names it.
+
 Threads: any. Raises `ForeignObject`, what the confirmation raises, and what the object store raises.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +28,9 @@ Confirm = Callable[[], None]
 """Raises unless this process is still the store's owner, by the bucket's word."""
 Retire = Callable[[str, list[str]], None]
 """Takes down that objects at a URL are to be deleted when no archived moment needs them; durable on return."""
+
+
+_REGISTRATION = re.compile(r"[0-9a-f-]{36}/(standby|clones)/[0-9a-f-]{36}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +138,10 @@ def _is_below(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
 def _is_former(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
     suffixes = [key.removeprefix(f"{prefix}/") if prefix else key for place, prefix in spaces if place == url]
     return any(parse_object_key(suffix) is not None or is_log_key(suffix) for suffix in suffixes)
+
+
+def withdraw(store: DeletableStore, key: str) -> None:
+    """Remove a registration; one that is missing is fine."""
+    if not _REGISTRATION.fullmatch(key):
+        raise ForeignObject("this is no registration of a standby or a clone", store=store.url, key=key)
+    store.delete(key)

@@ -11,16 +11,19 @@ Threads: one. Raises what restoring raises.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from quire.core.limits import BATCH_OPS_MAX
 from quire.durable.files import OsDisk, remove_tree
+from quire.durable.object_names import OWNER_FILE
 from quire.manifest.ops.databases import UpdateDbStatus
 from quire.manifest.records import DbStatus
-from quire.store import restoring
-from quire.store.drilling import opened_copy
+from quire.store import opening, restoring
 
 if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
@@ -56,6 +59,20 @@ def open_archive(
         _remove(scratch)
         raise
     copy.after_close = lambda: _remove(scratch)
+    return copy
+
+
+def opened_copy(scratch: str) -> Store:
+    """The restored copy, whole: sets and streams are opened by owners only. It puts and deletes nothing."""
+    disk = OsDisk()
+    with suppress(FileNotFoundError):  # a backup's has none
+        disk.remove(
+            os.path.join(scratch, OWNER_FILE)
+        )  # it says that the directory is nobody's; this one is ours for a while
+    settings = restoring.quiet_settings(disk, scratch)
+    settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
+    copy = opening.open(scratch, create=False, settings=settings)
+    copy.rights.refuse("a copy in scratch claims nothing")
     return copy
 
 

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.archive.archiver import Archiver
-from quire.archive.chain import epochs
+from quire.archive.backup_recorder import BackupRecorder
+from quire.archive.log_reader import epochs
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.archive.replay import Origin, read_origin
 from quire.archive.sealing import changes_elsewhere, former_epoch, note_parent, seal
-from quire.archive.standby_state import Phase, read_state
-from quire.archive.state import take_state
-from quire.archive.tap import Tap
+from quire.archive.state_files import Origin, StandbyPhase, read_origin, read_standby_state, take_archive_state
 from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
 from quire.manifest.namespaces import Parent
@@ -42,9 +40,11 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
     wiring: Wiring
     below = _with_remote_files(disk, root, lambda: store.objects)
     if settings.archive.mode == "off":
-        take_state(disk, root)  # what is changed now is not archived: the next life with an archive begins with a base
-        tap = Tap(below, root, below)
-        store = Store(root, settings, manifest, lock, tap.recorder, tap)
+        take_archive_state(
+            disk, root
+        )  # what is changed now is not archived: the next life with an archive begins with a base
+        backups = BackupRecorder(below, root, below)
+        store = Store(root, settings, manifest, lock, backups.recorder, backups)
         return store
     place = object_location.place_of(root, settings.object_store)
     if object_location.is_inside(root, place) or place.startswith("memory://"):
@@ -66,8 +66,8 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         depose=lambda error: wiring.rights.depose(error),
         drill=lambda: _drill(store),
     )
-    tap = Tap(archiver.recorder, root, below)
-    store = Store(root, settings, manifest, lock, tap.recorder, tap)
+    backups = BackupRecorder(archiver.recorder, root, below)
+    store = Store(root, settings, manifest, lock, backups.recorder, backups)
     wiring = store._parts
     store.archive = archiver
     if settings.archive.mode == "sync":
@@ -98,8 +98,8 @@ def _with_remote_files(disk: Disk, root: str, objects: Callable[[], ObjectStore]
 
 def refuse_standby(disk: Disk, root: str) -> None:
     """Raise `StoreFenced` for a standby's directory: it is another owner's. A promotion opens it once everything is there."""
-    state = read_state(disk, root)
-    if state is not None and state.phase is not Phase.SEALED:
+    state = read_standby_state(disk, root)
+    if state is not None and state.phase is not StandbyPhase.SEALED:
         hint = f"`quire promote {root}` makes it the owner; to look, open it with mode='r'"
         raise StoreFenced("this directory is a standby of another owner", hint=hint, path=root)
 

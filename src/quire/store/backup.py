@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zstandard
 
-from quire.archive.bases import everything
-from quire.archive.chain import epochs, last_object
+from quire.archive.base_writer import everything
 from quire.archive.format import (
     NO_DIGEST,
     NONE,
@@ -49,6 +48,7 @@ from quire.archive.format import (
     log_key,
     parse_archive_key,
 )
+from quire.archive.log_reader import epochs, last_object
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
@@ -115,7 +115,7 @@ def back_up(store: Store, target: str, *, since: str = "", progress: Progress | 
         copies = _Copies(store, place, known)
         log = _Log(store, place, store_id, epoch)
         with _rescuing(store, copies):
-            with store.tap.recording() as queue:
+            with store.backup_recorder.recording() as queue:
                 _copy_state(store, queue, log, copies, progress or _silent)
             hit("backup.cut")
             objects = copies.all_objects(progress or _silent)
@@ -170,7 +170,7 @@ def open_backup(url: str, *, options: StoreOptions | None = None, write: bool = 
 def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, progress: Progress) -> None:
     """Read everything while the store goes on, and record what it changes meanwhile."""
     first = log.next
-    disk = store.tap.below
+    disk = store.backup_recorder.below
     parts: list[tuple[str, int, bytes]] = []
     held: list[AnyEvent] = []
     size = 0
@@ -196,7 +196,7 @@ def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, pro
             )
         return copies.file(path, relative, os.stat(path).st_ino, log)
 
-    for event in everything(store.manifest, disk, store.path, store.tap.recorder, artifact):
+    for event in everything(store.manifest, disk, store.path, store.backup_recorder.recorder, artifact):
         held.append(event)
         size += event.size_bytes()
         if size >= OBJECT_BYTES:
@@ -293,7 +293,7 @@ class _Copies:
             if isinstance(event, PendingArtifact):
                 shipped.append(self.file(event.kept, event.path, event.identity[0], log))
                 with suppress(FileNotFoundError):
-                    self._store.tap.below.remove(event.kept)
+                    self._store.backup_recorder.below.remove(event.kept)
             elif isinstance(event, ArtifactEvent):
                 shipped.append(self.remote_file(event))
             else:

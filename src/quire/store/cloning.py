@@ -26,10 +26,11 @@ from uuid import uuid4
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, find, the_store
 from quire.archive.clones import CloneRegistration, register, registrations, release
 from quire.archive.format import Position
-from quire.archive.replay import Replay, read_remote_files
+from quire.archive.log_reader import RestorePoint, find, the_store
+from quire.archive.replay import Replay
+from quire.archive.state_files import read_remote_files
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, QuireError, StillReferenced
 from quire.durable.failpoints import hit

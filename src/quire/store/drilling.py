@@ -22,16 +22,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from quire.archive.status import DrillRecord, write_drill
 from quire.core.errors import QuireError, SnapshotGone
 from quire.durable import names
 from quire.durable.files import OsDisk, remove_tree
-from quire.durable.object_names import OWNER_FILE
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind
-from quire.store import opening, restoring
+from quire.store import restoring
+from quire.store.archive_copy import opened_copy
 from quire.store.object_location import options_of
 
 if TYPE_CHECKING:
@@ -77,20 +75,6 @@ def drill(store: Store) -> DrillRecord:
     )
     write_drill(OsDisk(), store.path, record)
     return record
-
-
-def opened_copy(scratch: str) -> Store:
-    """The restored copy, whole: sets and streams are opened by owners only. It puts and deletes nothing."""
-    disk = OsDisk()
-    with suppress(FileNotFoundError):  # a backup's has none
-        disk.remove(
-            os.path.join(scratch, OWNER_FILE)
-        )  # it says that the copy is nobody's, and this is a copy for a minute
-    settings = restoring.quiet_settings(disk, scratch)
-    settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
-    copy = opening.open(scratch, create=False, settings=settings)
-    copy.rights.refuse("a copy in scratch claims nothing")
-    return copy
 
 
 class _Pins:

@@ -16,20 +16,28 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from quire.archive.log_reader import the_store
 from quire.core.barrier import changes
+from quire.core.clock import SystemClock
+from quire.durable.files import OsDisk
 from quire.durable.space import measure
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
 from quire.jobs.enqueue import prepare_checkpoint, start
 from quire.jobs.handler import Handler, Progress
+from quire.jobs.locations import StorePool
 from quire.jobs.restore.job import need_no_file
 from quire.jobs.retention import apply_many
 from quire.jobs.row_groups import Steady, part
-from quire.jobs.runner import no_tick
+from quire.jobs.runner import Runner, Runners, ThreadRunner, Tick, Tools, no_tick
 from quire.jobs.stats.job import Usage, stats_job, with_disk
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
+from quire.objects.open import open_store
+from quire.pages.cache import PageCache
+from quire.pages.sources import Sources
+from quire.spark.sessions import session
 from quire.store.info import live_databases
 from quire.store.object_location import options_of
 
@@ -37,11 +45,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.jobs.archive_audit.audit import ArchiveAudit
+    from quire.objects.options import StoreOptions
     from quire.store.store import Store
     from quire.store.wiring import Wiring
 
 HALF = 1_000
 """Of what an audit tells of its progress: first the counting, then the listing."""
+AUDIT_THREADS = 8
+"""What takes time is the way to the bucket and back."""
 
 
 class Heavy:
@@ -152,8 +163,6 @@ class Heavy:
 
         It compares the bucket with itself: `quire archive audit URL` does the same where the store's directory is lost.
         """
-        from quire.store.archive_audit import audit_bucket  # loads Arrow, which a small stream does without
-
         url = self._store.objects_url
         with self._manifest.read() as txn:
             store_id, options = txn.store_id(), options_of(txn, self._store.settings, url)
@@ -257,3 +266,41 @@ class Heavy:
             return [self._id_of(name) for name in names]
         with self._manifest.read() as txn:
             return [info.db_id for info in live_databases(txn) if info.kind is DbKind.PAGES]
+
+
+def audit_bucket(
+    url: str,
+    *,
+    store_id: str = "",
+    options: StoreOptions | None = None,
+    runner: str = "",
+    now_ms: int | None = None,
+    progress: Tick = no_tick,
+) -> ArchiveAudit:
+    """Whether every moment that the archive in a bucket has can be restored; reads nothing but the bucket.
+
+    `runner` is "threads", "spark" or "auto", as of `store.heavy`; `store_id` names one of several stores.
+    """
+    from quire.jobs.archive_audit.audit import audit_archive  # loads Arrow, which a small stream does without
+
+    url = url if "://" in url else os.path.abspath(url)
+    stores = StorePool(lambda place: open_store(place, options=options if place == url else None))
+    disk = OsDisk()
+    tools = Tools(Sources(root="", disk=disk, open_store=stores, cache=PageCache(0)), stores, disk, "")
+
+    def spark() -> Runner:
+        from quire.spark.runner import SparkRunner
+
+        named = {url: options} if options is not None else {}
+        return SparkRunner(session(), root="", objects_url=url, options=named)
+
+    def choose(size_bytes: int) -> Runner:
+        threads = ThreadRunner(tools, AUDIT_THREADS, label="quire-archive-audit")
+        return Runners(spark).choose(runner, size_bytes, lambda: threads)
+
+    try:
+        bucket = stores(url)
+        now = SystemClock().now_ms() if now_ms is None else now_ms
+        return audit_archive(bucket, store_id or the_store(bucket), choose, now_ms=now, progress=progress)
+    finally:
+        stores.close()

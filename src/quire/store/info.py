@@ -184,7 +184,7 @@ def archive_beside(
     if settings.archive.mode == "off":
         return None
 
-    from quire.archive.state import status_beside  # loads codecs, which a store without an archive does not need
+    from quire.archive.state_files import status_beside  # loads codecs, which a store without an archive does not need
 
     return status_beside(
         OsDisk(),

@@ -31,8 +31,8 @@ from enum import Enum
 
 import msgspec
 
-from quire.archive.replay import FILES, ORIGIN
-from quire.archive.standby_state import STANDBY_FILE
+from quire.archive.replay import FILES
+from quire.archive.state_files import ORIGIN, STANDBY_FILE
 from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, ManifestDamaged, StorageFault, StoreNotFound
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names

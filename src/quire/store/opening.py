@@ -130,7 +130,7 @@ def _open_owner(
         if store.archive is not None:
             store.rights.remember_place()  # now: the last puts of an archive come when the manifest's writer has ended
             store.archive.start()  # in the owner epoch that a takeover has begun
-        store.tap.attach(manifest.writer)
+        store.backup_recorder.attach(manifest.writer)
         manifest.jobs.recover()
         manifest.feed.prune()
         if settings.maintenance.enabled:

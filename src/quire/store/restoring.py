@@ -22,10 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.archive.chain import RestorePoint, base_events, continues, epochs, find, header_of, log_events, the_store
 from quire.archive.format import NO_DIGEST, AnyEvent, Header, Position
-from quire.archive.replay import Origin, Replay, write_origin
+from quire.archive.log_reader import (
+    RestorePoint,
+    base_events,
+    continues,
+    epochs,
+    find,
+    header_of,
+    log_events,
+    the_store,
+)
+from quire.archive.replay import Replay
 from quire.archive.sealing import seal
+from quire.archive.state_files import Origin, write_origin
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput
 from quire.core.settings import StoreSettings

@@ -31,7 +31,7 @@ from quire.lsm.bulk import BulkWriter, begin_load
 from quire.manifest.records import DbKind
 from quire.sqlite import importing
 from quire.store import restoring
-from quire.store.drilling import opened_copy
+from quire.store.archive_copy import opened_copy
 from quire.store.object_location import options_of
 
 if TYPE_CHECKING:

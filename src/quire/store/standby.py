@@ -7,7 +7,7 @@ Terms
   silence   time in which the bucket answered and had no new object; it counts once the owner has named this standby
 
 It runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner had
-published at the last object. Which step comes next after a kill: archive/standby_state.py.
+published at the last object. Which step comes next after a kill: archive/state_files.py.
 
 Promotion: claim the next owner epoch (one object, created once: of two standbys one succeeds), seal the owner's log and apply
 what it wrote until then, take over. The former owner meets the seal and acknowledges nothing more.
@@ -30,14 +30,21 @@ from uuid import uuid4
 import msgspec
 from msgspec.structs import replace
 
-from quire.archive import standby_state
-from quire.archive.chain import RestorePoint, continues, epochs, find, header_of, log_positions, the_store
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
+from quire.archive.log_reader import RestorePoint, continues, epochs, find, header_of, log_positions, the_store
 from quire.archive.recorder import REMOTE_FILES
-from quire.archive.replay import FILES, Origin, Replay, write_origin
+from quire.archive.replay import FILES, Replay
 from quire.archive.sealing import seal
-from quire.archive.standby_state import Phase, StandbyState
 from quire.archive.standbys import HEARTBEAT_SECONDS, REFRESH_SECONDS, Registration, register
+from quire.archive.state_files import (
+    STANDBY_FILE,
+    Origin,
+    StandbyPhase,
+    StandbyState,
+    read_standby_state,
+    write_origin,
+    write_standby_state,
+)
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
     Corruption,
@@ -56,9 +63,9 @@ from quire.durable.object_names import standby_key
 from quire.manifest import tables as t
 from quire.manifest.records import MetaRecord, Residency
 from quire.manifest.row_image import RowImage, image
+from quire.objects.collector import withdraw
 from quire.objects.open import open_store
 from quire.objects.ownership import claim_epoch, newest_owner
-from quire.objects.registrations import withdraw
 from quire.store import layout, opening
 from quire.store.restoring import (
     Progress,
@@ -162,13 +169,13 @@ class Standby:
         return FileLock.acquire(os.path.join(self.path, names.LOCK), self._clock)
 
     def _begin(self, store_id: str) -> StandbyState:
-        state = standby_state.read_state(self._disk, self.path)
+        state = read_standby_state(self._disk, self.path)
         if state is None:
             if layout.look(self._disk, self.path) is not layout.DirectoryState.EMPTY:
                 hint = "use a new or an empty directory; a store that was promoted is opened, not followed into"
                 raise InvalidInput("the directory is not empty and not a standby", hint=hint, path=self.path)
             state = StandbyState(store_id=store_id or the_store(self._bucket), url=self.url)
-            standby_state.write_state(self._disk, self.path, state)
+            write_standby_state(self._disk, self.path, state)
         if store_id and store_id != state.store_id:
             hint = "use another directory"
             raise InvalidInput("this directory follows another store", hint=hint, follows=state.store_id)
@@ -215,7 +222,7 @@ class Standby:
         )
 
     def _save(self, state: StandbyState) -> None:
-        standby_state.write_state(self._disk, self.path, state)
+        write_standby_state(self._disk, self.path, state)
         self._state = state
 
     # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,12 +286,12 @@ class Standby:
     def poll(self) -> int:
         """Apply what is there; the number of objects."""
         before = self._objects
-        if self._state.phase in (Phase.PROMOTING, Phase.SEALED):
+        if self._state.phase in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
             hint = "run `quire promote` again"
             raise InvalidInput("a promotion of this directory has begun", hint=hint, path=self.path)
-        if self._state.phase is Phase.SWAPPING:
+        if self._state.phase is StandbyPhase.SWAPPING:
             self._swap()
-        if self._state.phase is Phase.BEGUN:
+        if self._state.phase is StandbyPhase.BEGUN:
             self._rebuild(find(self._bucket, self._state.store_id))
         if self._waits_for_base and not self._rebuild_if_newer():
             return 0
@@ -397,7 +404,7 @@ class Standby:
         self._save(
             replace(
                 self._state,
-                phase=Phase.SWAPPING,
+                phase=StandbyPhase.SWAPPING,
                 position=point.position,
                 digest=digest,
                 at_ms=point.at_ms,
@@ -430,7 +437,7 @@ class Standby:
         write_config(self._disk, self.path, self.url)
         self._swap_rows(os.path.join(staged, names.MANIFEST), os.path.join(self.path, names.MANIFEST))
         hit("standby.rows_swapped")
-        self._save(replace(self._state, phase=Phase.FOLLOWING))
+        self._save(replace(self._state, phase=StandbyPhase.FOLLOWING))
         self._remove(STAGED)
         self._remove(REPLACED)
         self._waits_for_base = False
@@ -457,10 +464,10 @@ class Standby:
         Another standby that was promoted before is not deposed, unless `discard` says so: what it wrote is then lost.
         """
         started = time.monotonic()
-        if self._state.phase not in (Phase.PROMOTING, Phase.SEALED):
+        if self._state.phase not in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
             self.poll()
             self._claim(discard)
-        if self._state.phase is Phase.PROMOTING:
+        if self._state.phase is StandbyPhase.PROMOTING:
             self._seal()
         epoch, position, store_id = self._state.owner_epoch, self._state.position, self._state.store_id
         self._take_over()
@@ -474,7 +481,7 @@ class Standby:
         highest = max(newest[0] if newest is not None else 0, *epochs(self._bucket, state.store_id))
         if highest > state.position.epoch and not discard:
             raise self._overtaken_by(highest)
-        self._save(replace(state, phase=Phase.PROMOTING, owner_epoch=highest + 1))
+        self._save(replace(state, phase=StandbyPhase.PROMOTING, owner_epoch=highest + 1))
         hit("standby.promoting")
 
     def _overtaken_by(self, epoch: int) -> StoreFenced:
@@ -488,7 +495,7 @@ class Standby:
         state = self._state
         epoch = state.owner_epoch
         if not claim_epoch(self._bucket, self._disk, self.path, state.store_id, epoch, self._clock.now_ms()):
-            self._save(replace(state, phase=Phase.FOLLOWING, owner_epoch=0))
+            self._save(replace(state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise self._overtaken_by(epoch)
         hit("standby.claimed")
         chain = [not self._waits_for_base]
@@ -503,11 +510,11 @@ class Standby:
         try:
             seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
         except StoreFenced:
-            self._save(replace(self._state, phase=Phase.FOLLOWING, owner_epoch=0))
+            self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise
         self._following().settle()
         self._close_replay()
-        self._save(replace(self._state, phase=Phase.SEALED))
+        self._save(replace(self._state, phase=StandbyPhase.SEALED))
         hit("standby.sealed")
 
     def _take_over(self) -> None:
@@ -535,7 +542,7 @@ class Standby:
         ) as store:
             hit("standby.taken_over")
             open_written(store)  # readers see what is published, and the tail of the WAL is not yet
-        self._disk.remove(os.path.join(self.path, standby_state.STANDBY_FILE))
+        self._disk.remove(os.path.join(self.path, STANDBY_FILE))
         self._disk.sync_dir(self.path)
         self.close()
 
@@ -550,7 +557,7 @@ def promote(
 ) -> Promoted:
     """Make the standby in `directory` the owner. A running `quire standby` there must be stopped first."""
     root = os.path.abspath(os.fspath(directory))
-    state = standby_state.read_state(OsDisk(), root)
+    state = read_standby_state(OsDisk(), root)
     if state is None:
         raise InvalidInput("this directory is not a standby", hint="`quire standby URL DIR` makes one", path=root)
     with Standby(state.url, root, options=options) as standby:

@@ -49,7 +49,7 @@ from quire.store.wiring import Wiring
 
 if TYPE_CHECKING:
     from quire.archive.archiver import Archiver
-    from quire.archive.tap import Tap
+    from quire.archive.backup_recorder import BackupRecorder
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
     from quire.jobs.context import JobContext
@@ -90,7 +90,7 @@ class Store:
         manifest: ManifestStore,
         lock: FileLock | None,
         disk: Disk,
-        tap: Tap | None = None,
+        backup_recorder: BackupRecorder | None = None,
     ) -> None:
         # constant after construction
         self.path = path
@@ -98,7 +98,7 @@ class Store:
         self._manifest = manifest
         self._lock = lock
         self._disk = disk
-        self._tap = tap
+        self._backup_recorder = backup_recorder
         self.archive: Archiver | None = None
         """What keeps the store in its bucket, where `archive.mode` says so."""
         self._pid = os.getpid()
@@ -164,11 +164,11 @@ class Store:
         return self._disk
 
     @property
-    def tap(self) -> Tap:
+    def backup_recorder(self) -> BackupRecorder:
         """What records changes for a backup: an owner's alone."""
-        if self._tap is None:
+        if self._backup_recorder is None:
             raise ReadOnly("only the owner can back a store up", hint='open it with mode="rw"', path=self.path)
-        return self._tap
+        return self._backup_recorder
 
     @property
     def manifest(self) -> ManifestStore:

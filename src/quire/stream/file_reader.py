@@ -139,7 +139,7 @@ class Beside:
         for span in self._reader.spans(tuple(rows), self.position, rows[-1].end_record):
             yield from self._of_span(span)
 
-    def _locate(self, start: int, stop: int, upload: bool) -> SharedStream:  # noqa: ARG002
+    def _locate(self, start: int, stop: int, _upload: bool) -> SharedStream:
         """What LMDB says by now: how the reader looks again when a copy has moved."""
         rows = tuple(
             segment for segment in self._listed(0) if segment.end_record > start and segment.base_record < stop

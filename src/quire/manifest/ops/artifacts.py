@@ -1,4 +1,5 @@
-"""Operations on catalog rows of artifacts (chunks, deltas), and on the namespaces that their objects are in.
+"""Operations on catalog rows of artifacts (chunks, deltas), on the namespaces that their objects are in, and on `retired`:
+objects that nothing needs now, and that archived moments need (A8).
 
 Terms
   place   where objects may go: the store's configured object store (0), or a namespace that a person has registered
@@ -33,7 +34,16 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import doom, namespace_key, note_artifact, release, release_epochs, retain_namespace
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
+from quire.manifest.records import (
+    AuditAction,
+    ChunkRecord,
+    DeltaRecord,
+    NamespaceRecord,
+    Residency,
+    RetiredRecord,
+    UInt,
+    VerifyState,
+)
 
 _chunk_key = t.CHUNK_CATALOG.key.fast
 
@@ -321,3 +331,32 @@ class DropNamespace(Op, frozen=True, tag=160):
         elif count is None:
             doom(tables, count_key, at_ms)
         release_epochs(tables, self.namespace_id, at_ms)
+
+
+# ── retired objects ───────────────────────────────────────────────────────────────────────────────────────────────────
+# A name is retired once: it never comes back into use (M5), so the first moment counts, however often it is handed over.
+class RetireObjects(Op, frozen=True, tag=180):
+    """Objects are to be deleted when no archived moment needs them any more."""
+
+    component = int(Component.REMOTE)
+    url: str
+    """Of the place they are in; empty: the store's own object store."""
+    objects: list[tuple[str, UInt]]
+    """(name, database; 0: not known)"""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        for name, db_id in self.objects:
+            key = t.RETIRED.key.pack(t.retired_digest(self.url, name))
+            if not tables.retired.has(key):
+                tables.retired.put(key, RetiredRecord(at_ms, name, self.url, db_id))
+
+
+class ForgetRetired(Op, frozen=True, tag=181):
+    """Retired objects are gone."""
+
+    component = int(Component.REMOTE)
+    digests: list[bytes]
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        for digest in self.digests:
+            tables.retired.delete(t.RETIRED.key.pack(digest))

@@ -16,7 +16,6 @@ from quire.manifest.ops import (
     pageindex,
     plans,
     refs,
-    retired,
     slots,
     snapshots,
     timeline,
@@ -26,7 +25,7 @@ from quire.manifest.ops.base import Op
 
 _MODULES = (
     base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local,
-    retired, timeline
+    timeline
 )  # fmt: skip
 _CLASSES = dict.fromkeys(
     kind

@@ -1,10 +1,8 @@
 """Records what a store changes while a backup is made, and nothing otherwise.
 
-Terms
-  tap    a recorder and a log of commits whose queue is closed until a backup opens it
-
-Every owner has one, whatever `archive.mode` says: a backup is made of a store that is in use, and files that were opened
-before it began are written on. A closed tap costs a look at a flag for each write.
+It is a recorder of files and a log of commits whose queue is closed until a backup opens it. Every owner has one, whatever
+`archive.mode` says: a backup is made of a store that is in use, and files that were opened before it began are written on.
+While the queue is closed, each write costs a look at a flag.
 
 The queue is opened between two commits of the manifest. A commit that had taken no place in it and became visible after the
 base was read would be in neither.
@@ -35,7 +33,7 @@ KEPT = os.path.join(names.SCRATCH, "backup")
 """In a store's directory: second names of files that a backup has yet to copy. Swept when the store is opened."""
 
 
-class Tap:
+class BackupRecorder:
     """The recorder of an owner's backups."""
 
     def __init__(self, disk: Disk, root: str, below: Disk) -> None:
@@ -106,15 +104,15 @@ class Tap:
 
 
 class _Places:
-    """The places of one commit: in the tap's own queue, if that is open, and in the archive's."""
+    """The places of one commit: in the backup's own queue, if that is open, and in the archive's."""
 
-    __slots__ = ("_tap", "following", "own")
+    __slots__ = ("_recorder", "following", "own")
 
-    def __init__(self, tap: Tap, own: Any, following: Any) -> None:
-        self._tap = tap
+    def __init__(self, recorder: BackupRecorder, own: Any, following: Any) -> None:
+        self._recorder = recorder
         self.own = own
         self.following = following
 
     def cancel(self) -> None:
         """Nothing was committed."""
-        self._tap.cancelled(self)
+        self._recorder.cancelled(self)

@@ -1,0 +1,233 @@
+"""Small files in a store's directory that say how the directory and the archive belong together. None of them is shipped.
+
+  archive.json        where a store that was closed well left its archive: the next opening continues without a base (A7). One
+                      line of JSON and a line with its SHA-256. Removed at opening: a life that does not end well leaves none
+  restored.json       what the directory was restored from (A10)
+  remote_files.json   artifacts that a restore left in the bucket, by path (remote_files.py)
+  standby.json        how far a standby has come, and whether it is becoming the owner (A11)
+
+Each is replaced whole, durably, after everything it speaks of is durable. While standby.json is there, nobody opens the
+directory to write except through a promotion. What is on disk in each phase of a standby, and what the next life does:
+  begun       perhaps `.next/`, half a restore               removes it, restores again
+  swapping    `.next/`, a whole restore; parts moved         moves the rest, replaces the rows
+  following   the store at `position`; perhaps some of the   applies the next object, from its beginning
+              object after it
+  promoting   owner.json with a claim, perhaps its object    claims it, seals, goes on
+              in the bucket, perhaps a seal
+  sealed      everything the former owner acknowledged       removes `.files/`, takes over
+  (no file)   the owner's directory                          opens it
+
+Threads: the opener's, the closer's, a standby's. Raises `Corruption`, `FormatTooNew`, and what the disk raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from enum import StrEnum
+
+import msgspec
+
+from quire.archive.format import NO_DIGEST, Position
+from quire.archive.recorder import ARCHIVE_STATE, REMOTE_FILES, SPOOL
+from quire.archive.status import ArchiveStatus, read_drill
+from quire.core.errors import Corruption, FormatTooNew
+from quire.core.settings import ArchiveSettings
+from quire.durable.files import Disk, read_all, write_atomic
+
+ORIGIN = "restored.json"
+STANDBY_FILE = "standby.json"
+STANDBY_FORMAT = 1
+
+
+# ── archive.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class ArchiveState(msgspec.Struct, kw_only=True):
+    """archive.json: where a store that was closed left its archive."""
+
+    format: int = 1
+    store_id: str
+    position: Position
+    """The last log object."""
+    digest: bytes
+    restorable: int
+    base: int
+    base_bytes: int = 0
+    log_bytes: int = 0
+    transaction: int
+    """The last transaction of the manifest: another one means that somebody changed the store without its archive."""
+
+    at_ms: int = 0
+    """Of the last header: moments never fall in a log."""
+    base_at_ms: int = 0
+    """When the last base began: the next one is due by its age, not because the store was opened."""
+
+    def continues(self, store_id: str, epoch: int, transaction: int) -> bool:
+        """Whether it is about this store, and nothing was changed since."""
+        return (self.store_id, self.position.epoch, self.transaction) == (store_id, epoch, transaction)
+
+
+def read_archive_state(disk: Disk, root: str) -> ArchiveState | None:
+    """What the last life left, if it ended well."""
+    try:
+        line, _, check = read_all(disk, os.path.join(root, ARCHIVE_STATE)).partition(b"\n")
+        return msgspec.json.decode(line, type=ArchiveState) if check == _check(line) else None
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def take_archive_state(disk: Disk, root: str) -> ArchiveState | None:
+    """What the last life left, if it ended well. Taken away: this life has to end well too."""
+    path = os.path.join(root, ARCHIVE_STATE)
+    if not disk.exists(path):
+        return None
+    state = read_archive_state(disk, root)
+    disk.remove(path)
+    disk.sync_dir(root)
+    return state
+
+
+def write_archive_state(disk: Disk, root: str, state: ArchiveState) -> None:
+    """Leave the archive so that the next opening continues it."""
+    line = msgspec.json.encode(state)
+    write_atomic(disk, os.path.join(root, ARCHIVE_STATE), line + b"\n" + _check(line))
+
+
+def _check(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+# ── restored.json, remote_files.json ──────────────────────────────────────────────────────────────────────────────────
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """restored.json: what a directory was restored from."""
+
+    store_id: str
+    url: str
+    position: Position
+    digest: bytes
+    """SHA-256 of the last object that was applied."""
+    at_ms: int
+    epoch: int = 0
+    """The owner epoch that a takeover of this directory began; 0 before that. An older one's origin is history."""
+
+
+class RemoteFile(msgspec.Struct, frozen=True):
+    """An artifact in the bucket."""
+
+    key: str
+    size: int
+    sha256: bytes
+    file: int = 0
+    """The inode it had in the owner's directory: a standby is told of its end by that."""
+
+
+def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
+    """The artifacts that a restore left in the bucket, by path."""
+    try:
+        return msgspec.json.decode(read_all(disk, os.path.join(root, REMOTE_FILES)), type=dict[str, RemoteFile])
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError as error:
+        hint = "restore the store again"
+        raise Corruption("remote_files.json is damaged", hint=hint, path=root, cause=str(error)) from error
+
+
+def read_origin(disk: Disk, root: str) -> Origin | None:
+    """What the directory was restored from; `None` if it was not."""
+    try:
+        return msgspec.json.decode(read_all(disk, os.path.join(root, ORIGIN)), type=Origin)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def write_origin(disk: Disk, root: str, origin: Origin) -> None:
+    """Note what the directory was restored from."""
+    write_atomic(disk, os.path.join(root, ORIGIN), msgspec.json.encode(origin))
+
+
+# ── standby.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class StandbyPhase(StrEnum):
+    """What a standby's directory is in the middle of."""
+
+    BEGUN = "begun"
+    SWAPPING = "swapping"
+    FOLLOWING = "following"
+    PROMOTING = "promoting"
+    SEALED = "sealed"
+
+
+class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
+    """standby.json."""
+
+    format: int = STANDBY_FORMAT
+    store_id: str
+    url: str
+    phase: StandbyPhase = StandbyPhase.BEGUN
+    position: Position = Position(0, 0)
+    """The last log object that was applied."""
+    digest: bytes = NO_DIGEST
+    """Its SHA-256: the next one names it."""
+    at_ms: int = 0
+    """The owner's clock when it was cut."""
+    oldest_change: int = 0
+    """The feed begins here: earlier changes were not in the base."""
+    owner_epoch: int = 0
+    """Of a promotion: the epoch that is claimed."""
+
+
+def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
+    """How far the standby in this directory has come; `None` if there is none."""
+    path = os.path.join(root, STANDBY_FILE)
+    try:
+        state = msgspec.json.decode(read_all(disk, path), type=StandbyState)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        hint = "remove the directory and begin the standby again"
+        raise Corruption("standby.json is damaged", hint=hint, path=path, cause=str(error)) from error
+    if state.format > STANDBY_FORMAT:
+        raise FormatTooNew("standby.json was written by a newer quire", hint="upgrade quire", path=path)
+    return state
+
+
+def write_standby_state(disk: Disk, root: str, state: StandbyState) -> None:
+    """Replace it, durably."""
+    write_atomic(disk, os.path.join(root, STANDBY_FILE), msgspec.json.encode(state))
+
+
+# ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def status_beside(
+    disk: Disk,
+    root: str,
+    settings: ArchiveSettings,
+    *,
+    store_id: str,
+    epoch: int,
+    transaction: int,
+    is_fenced: bool,
+    is_owned: bool,
+) -> ArchiveStatus:
+    """The status of an archive by its store's directory alone: for a process that does not own the store."""
+    state = read_archive_state(disk, root)
+    is_clean = state is not None and state.continues(store_id, epoch, transaction)
+    at_ms = state.at_ms if state is not None else 0
+    return ArchiveStatus(
+        mode=settings.mode,
+        state="fenced" if is_fenced else "owned" if is_owned else "closed" if is_clean else "not closed cleanly",
+        interval_seconds=settings.interval_seconds,
+        retain_seconds=settings.retain_seconds,
+        backlog_bytes=_spooled_bytes(disk, os.path.join(root, SPOOL)),
+        last_cut_at_ms=at_ms,
+        restorable_at_ms=at_ms if is_clean else 0,
+        fenced=is_fenced,
+        last_drill=read_drill(disk, root),
+    )
+
+
+def _spooled_bytes(disk: Disk, spool: str) -> int:
+    total = 0
+    with suppress(FileNotFoundError):
+        for name in disk.names(spool):
+            with suppress(FileNotFoundError):  # uploaded meanwhile
+                total += disk.size(os.path.join(spool, name))
+    return total
