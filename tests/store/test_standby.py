@@ -262,8 +262,10 @@ def test_a_log_that_was_trimmed_meanwhile_is_followed_from_its_base(tmp_path: Pa
     with world(tmp_path) as here:
         fill(here.store, 0)
         polled(here)
-        here.archiver._needs_base = True
         fill(here.store, 20)
+        here.archived()  # the next object is older than the base, however soon that begins
+        here.archiver._needs_base = True
+        fill(here.store, 40)
         here.archived()
         state = read_standby_state(OsDisk(), str(tmp_path / "standby"))
         assert state is not None
