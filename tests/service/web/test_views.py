@@ -279,7 +279,12 @@ def test_a_costly_value_is_kept_for_longer() -> None:
 def test_settings_have_their_limits() -> None:
     assert load(b"[service]\nhttp_hosts = ['a.lan']\nhttp_ask_readers = true").service.http_hosts == ("a.lan",)
     assert isinstance(load(b""), StoreSettings)
-    for wrong in ("http_connections_max = 1", "http_events_max = 64", "http_events_max = 0", "http_sample_seconds = 0"):
+    for wrong in (
+        "http_connections_max = 1",
+        "http_events_max = 1024",
+        "http_events_max = 0",
+        "http_sample_seconds = 0",
+    ):
         with pytest.raises(quire.InvalidConfig):
             load(f"[service]\n{wrong}".encode())
 

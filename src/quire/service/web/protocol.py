@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
@@ -33,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from quire.core.errors import InvalidInput, Overloaded, QuireError, TimedOut
+from quire.core.errors import InvalidInput, QuireError, TimedOut
 from quire.core.settings import ServiceSettings
 from quire.service.web.answers import error_answer
 from quire.service.web.counters import WebCounts
@@ -98,14 +96,15 @@ def raw_answer(error: QuireError, status: HTTPStatus, **headers: str) -> bytes:
 class HttpConnection(HttpToolsProtocol):
     """One connection that speaks HTTP."""
 
-    def __init__(self, setup: ConnectionSetup, *, has_slot: bool = False) -> None:
+    def __init__(self, setup: ConnectionSetup) -> None:
         super().__init__(setup.config, setup.state, {}, asyncio.get_running_loop())
         self.logger = _silent
         self.access_log = False
         self.ws_protocol_class = cast(Any, lambda **_: WebSocketConnection(setup))
         self._setup = setup
         self._settings = setup.settings
-        self._has_slot = has_slot
+        self.has_slot = True
+        """Given back when the connection is lost, or passed on to a WebSocket."""
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -117,15 +116,7 @@ class HttpConnection(HttpToolsProtocol):
 
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """A slot, or a refusal (rule 1)."""
-        if not self._has_slot and not self._setup.slots.take():
-            self._setup.counts.limits.hit("connections")
-            busy = Overloaded("all places for connections are taken", hint="try again later")
-            transport.write(raw_answer(busy, HTTPStatus.SERVICE_UNAVAILABLE, **{"retry-after": "1"}))
-            transport.close()
-            self.transport = transport
-            return
-        self._has_slot = True
+        """The connection can be used: its TLS handshake is done."""
         super().connection_made(transport)
         self._arm(self._settings.http_head_seconds, "idle_seconds")
 
@@ -133,16 +124,20 @@ class HttpConnection(HttpToolsProtocol):
         """Give everything back."""
         self._disarm()
         self._stop_send_timer()
-        if self._has_slot:
-            self._has_slot = False
+        self.give_slot()
+        super().connection_lost(exc)
+
+    def give_slot(self) -> None:
+        """Its place is free, once."""
+        if self.has_slot:
+            self.has_slot = False
             self._setup.slots.give()
-            super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
         """The connection, and its slot, are the WebSocket's from now on."""
         self._disarm()
         self._stop_send_timer()
-        self._has_slot = False
+        self.has_slot = False
         super().handle_websocket_upgrade()
 
     def shutdown(self) -> None:
@@ -199,8 +194,6 @@ class HttpConnection(HttpToolsProtocol):
             if self._lingered > LINGER_BYTES_MAX:
                 self.transport.abort()
             return
-        if not self._has_slot:
-            return  # it was turned away
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -353,67 +346,3 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def _reads_nothing(self) -> None:
         self._setup.counts.limits.hit("send_seconds")
         self.transport.abort()
-
-
-class TlsConnection(asyncio.Protocol):
-    """A connection until its TLS handshake is done: it has a slot, and as much time as a head (rule 1)."""
-
-    def __init__(self, setup: ConnectionSetup, context: ssl.SSLContext) -> None:
-        self._setup = setup
-        self._context = context
-        self._task: asyncio.Task[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the handshake, if there is a slot."""
-        if not self._setup.slots.take():
-            self._setup.counts.limits.hit("connections")
-            transport.close()
-            return
-        self._task = asyncio.get_running_loop().create_task(self._handshake(cast(asyncio.Transport, transport)))
-
-    async def _handshake(self, transport: asyncio.Transport) -> None:
-        inner = _EarlyData()
-        try:
-            secured = await asyncio.get_running_loop().start_tls(
-                transport,
-                inner,
-                self._context,
-                server_side=True,
-                ssl_handshake_timeout=self._setup.settings.http_head_seconds,
-            )
-        except (OSError, ssl.SSLError, asyncio.CancelledError) as error:
-            self._setup.slots.give()
-            self._setup.counts.limits.hit("tls_handshake")
-            transport.abort()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            return
-        if secured is None or inner.is_lost:
-            self._setup.slots.give()
-            return
-        connection = HttpConnection(self._setup, has_slot=True)
-        connection.connection_made(secured)
-        secured.set_protocol(connection)
-        if inner.data:
-            connection.data_received(bytes(inner.data))
-
-
-class _EarlyData(asyncio.Protocol):
-    """What comes with the end of the handshake, before the loop has come back to us."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.is_lost = False
-
-    def data_received(self, data: bytes) -> None:
-        self.data += data
-
-    def connection_lost(self, _: Exception | None) -> None:
-        self.is_lost = True
-
-
-def connection_factory(setup: ConnectionSetup, tls: ssl.SSLContext | None) -> Callable[[], asyncio.Protocol]:
-    """Makes the protocol of each connection that is accepted."""
-    if tls is None:
-        return lambda: HttpConnection(setup)
-    return lambda: TlsConnection(setup, tls)

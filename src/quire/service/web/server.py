@@ -37,6 +37,7 @@ from quire.service.grants import Grant
 from quire.service.server import Credentials
 from quire.service.signed_tokens import verifier
 from quire.service.tokens import Tokens, ensure_token
+from quire.service.web.accepting import accept_connections
 from quire.service.web.access import LOOPBACK_READS, LOOPBACK_WRITES, WebGate, is_loopback
 from quire.service.web.app import build_app, make_parts
 from quire.service.web.context import WebContext
@@ -46,7 +47,7 @@ from quire.service.web.dashboard_state import Explain, Sight, WebStore
 from quire.service.web.hub import Hub
 from quire.service.web.listening import HTTP, UNIX, WebAddress, bind, parse_address, tls_context
 from quire.service.web.metrics import exposition, registry
-from quire.service.web.protocol import ConnectionSetup, Slots, connection_factory
+from quire.service.web.protocol import ConnectionSetup, Slots
 from quire.service.web.routes import Routes
 
 if TYPE_CHECKING:
@@ -166,14 +167,16 @@ class WebServer:
         )
         for part in parts:
             await part.start()
-        server = await self._loop.create_server(connection_factory(setup, self._tls), sock=self._listener)
+        accepting = self._loop.create_task(accept_connections(self._listener, setup, self._tls))
         self._started.set()
         while not self._stop.is_set():
             date = formatdate(self._clock.now_ms() / 1000, usegmt=True)
             state.default_headers = [(b"date", date.encode()), (b"server", b"quire")]
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), DATE_SECONDS)
-        server.close()
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        self._listener.close()
         await self._end_connections(state)
         for part in parts:
             try:
