@@ -30,6 +30,7 @@ from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_location
 from quire.store.archiving import open_archived, open_beside, refuse_standby, take_over
+from quire.store.shared import note_opened
 from quire.store.store import Mode, Store
 
 
@@ -60,12 +61,13 @@ def open(  # noqa: A001 - `quire.open` reads as it should
     if mode == "r":
         if repair or takeover or moved:
             raise ReadOnly("a reader cannot repair, take over or move", hint='open with mode="rw"', path=root)
-        return _open_reader(root, settings, clock, disk)
+        return note_opened(_open_reader(root, settings, clock, disk), mode)
     if mode != "rw":
         raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
-    return _open_owner(
+    store = _open_owner(
         root, create, settings, clock, disk, repair=repair, takeover=takeover, discard=discard, moved=moved
     )
+    return note_opened(store, mode)
 
 
 def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:

@@ -137,6 +137,11 @@ class Store:
                 closing.callback(self._manifest.writer.close)
             closing.callback(self._wiring.close)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process can use it."""
+        return not self._closed and self._pid == os.getpid()
+
     def __enter__(self) -> Self:
         self._check()
         return self

@@ -1,0 +1,17 @@
+"""Databases in memory: SQLite's own, of no store, for programs that also use some of those.
+
+Threads: any; a connection belongs to one at a time.
+"""
+
+from __future__ import annotations
+
+import apsw
+
+_FLAGS = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
+
+
+def connect(database: str, *, uri: bool, timeout: float) -> apsw.Connection:
+    """A database that lives as long as its last connection: `:memory:`, or `file:name?mode=memory&cache=shared`."""
+    connection = apsw.Connection(database, flags=_FLAGS | (apsw.SQLITE_OPEN_URI if uri else 0))
+    connection.set_busy_timeout(int(timeout * 1000))
+    return connection

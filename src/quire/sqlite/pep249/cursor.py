@@ -1,0 +1,361 @@
+"""`Cursor`: one statement at a time, and its rows.
+
+It is one row ahead: a statement is reset, and lets go of the version it reads, when its last row is fetched. A cursor that
+is dropped or closed ends its statement at once.
+
+A statement whose text is new to its connection is *examined* (`driver.py`): between preparing and running it, it is checked
+to be a single one, and a transaction begins if it writes. What was learned is kept by its text, so that the next time it
+costs a look into a dict.
+
+Threads: as its connection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Never, Self
+
+import apsw
+
+from quire.core.errors import QuireError
+from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bytes, converter_of, overrides
+from quire.sqlite.pep249.driver import Columns, DriverCursor, Parameters, Prepared
+from quire.sqlite.pep249.errors import TRANSLATED, OperationalError, ProgrammingError, translated
+
+if TYPE_CHECKING:
+    from quire.sqlite.pep249.connection import Connection
+
+Description = tuple[tuple[str, None, None, None, None, None, None], ...]
+
+PARSE_DECLTYPES, PARSE_COLNAMES = 1, 2
+_WRITING = ("insert", "update", "delete", "replace")
+"""What a transaction begins before, as in sqlite3: what begins otherwise (`with … insert`, say) is a transaction of its own."""
+_BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
+"""White space and comments. A comment that nothing ends goes to the end."""
+_UNTYPED = (None,) * 6
+"""Of a column in `description`: only its name is told, as in sqlite3."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What a connection knows of a statement by its text. Columns are looked at again whenever there is a row."""
+
+    writes: bool
+    columns: Columns = ()
+    description: Any = None
+
+
+class Cursor:
+    """See PEP 249. Made by `Connection.cursor`."""
+
+    _ready = False
+    _locked = False
+
+    def __init__(self, connection: Connection, /) -> None:
+        """A cursor of a connection."""
+        if not hasattr(connection, "_require"):
+            raise TypeError(f"Cursor() argument 1 must be a Connection, not {type(connection).__name__}")
+        if self._locked:
+            raise ProgrammingError("Recursive use of cursors not allowed.")
+        self._cursor: DriverCursor | None = connection._require().cursor()
+        self.connection = connection
+        self.arraysize = 1
+        self.rowcount = -1
+        self.lastrowid: int | None = None
+        self.description: Description | None = None
+        self.row_factory: Callable[[Any, tuple[Any, ...]], Any] | None = connection.row_factory
+        self._ahead: Any = None
+        self._writes = False
+        self._converters: list[Converter | None] | None = None
+        self._ready = True
+
+    # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def execute(self, sql: str, parameters: Parameters = (), /) -> Self:
+        """Run one statement, up to its first row."""
+        cursor = self._begin()
+        connection = self.connection
+        driver = connection._driver
+        assert driver is not None
+        self._locked = True
+        try:
+            if overrides:
+                parameters = adapt_all(parameters)
+            elif type(parameters) is list:
+                parameters = tuple(parameters)  # an adapter might change the list while apsw walks through it
+            known = connection._statements.get(sql)
+            if known is None:
+                known = self._examine(cursor, sql, parameters)
+            else:
+                if known.writes and connection._begin is not None and driver.get_autocommit():
+                    driver.script(connection._begin)
+                cursor.execute(sql, parameters)
+            if known.columns:
+                self._take_first(cursor, known)
+            elif known.writes:
+                self.rowcount = driver.changes()
+            self.lastrowid = driver.last_insert_rowid()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._locked = False
+        return self
+
+    def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Self:
+        """Run one statement that writes for each of these. Rows that it returns are dropped."""
+        cursor = self._begin()
+        many = _Many(rows, self.connection._require().changes)
+        self._locked = True
+        try:
+            known = self._examine(cursor, sql, many.bindings(), many=True)
+            for _ in cursor:
+                pass
+            self.description = known.description
+            self.rowcount = many.changed if known.writes else -1
+        except Exception as error:
+            if error is many.error:
+                self.rowcount = -1
+                raise
+            self._fail(error)
+        finally:
+            self._locked = False
+        return self
+
+    def executescript(self, script: str, /) -> Self:
+        """Commit, then run several statements."""
+        self._begin()
+        if not isinstance(script, str):
+            raise TypeError(f"executescript() argument must be str, not {type(script).__name__}")
+        if "\0" in script:
+            raise ValueError("embedded null character")
+        connection = self.connection
+        connection._require_length(script)
+        driver = connection._require()
+        with TRANSLATED:
+            if connection._is_legacy and not driver.get_autocommit():
+                driver.script("COMMIT")
+            driver.script(script)
+        return self
+
+    def _begin(self) -> DriverCursor:
+        """Forget the statement before."""
+        cursor = self._open()
+        self._ahead = self.description = self._converters = None
+        self._writes, self.rowcount = False, -1
+        return cursor
+
+    def _examine(self, cursor: DriverCursor, sql: str, parameters: Any, *, many: bool = False) -> Known:
+        """Run a statement whose text is new to the connection."""
+        connection = self.connection
+        driver = connection._require()
+        if not isinstance(sql, str):
+            raise TypeError(f"execute() argument 1 must be str, not {type(sql).__name__}")
+        connection._require_length(sql)
+        known = Known(_keyword(sql).startswith(_WRITING))
+
+        def prepared(statement: Prepared) -> None:
+            if _keyword(sql[len(statement.text) :]):
+                raise ProgrammingError("You can only execute one statement at a time.")
+            if many and statement.is_readonly:
+                raise ProgrammingError("executemany() can only execute DML statements.")
+            known.columns, known.description = statement.columns, self._described(statement.columns)
+            # After it was prepared, so that a mistake in SQL leaves no transaction behind.
+            if known.writes and connection._begin is not None and driver.get_autocommit():
+                driver.script(connection._begin)
+
+        driver.examine(cursor, sql, parameters, prepared, many=many)
+        connection._remember(sql, known)
+        return known
+
+    def _take_first(self, cursor: DriverCursor, known: Known) -> None:
+        """Fetch the first row, if there is one, and see what the columns are."""
+        if known.writes:
+            self.rowcount, self._writes = 0, True
+        self._ahead = row = next(cursor, None)
+        if row is None:
+            self._end()
+        elif (columns := cursor.get_description()) != known.columns:  # another schema than the last time
+            known.columns, known.description = columns, self._described(columns)
+        self.description = known.description
+        if self.connection._detect_types:
+            self._find_converters(known.columns)
+
+    def _described(self, columns: Columns) -> Description | None:
+        cut = self.connection._detect_types & PARSE_COLNAMES
+        names = [name.partition(" [")[0] if cut else name for name, _ in columns]
+        return tuple((name, *_UNTYPED) for name in names) or None
+
+    def _find_converters(self, columns: Columns) -> None:
+        detect = self.connection._detect_types
+        by_name, by_type = bool(detect & PARSE_COLNAMES), bool(detect & PARSE_DECLTYPES)
+        self._converters = [converter_of(name, declared, by_name, by_type) for name, declared in columns]
+
+    # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def fetchone(self) -> Any:
+        """The next row, if there is one."""
+        cursor, row = self._open(), self._ahead
+        if row is None:
+            return None
+        if self._converters is not None or self.connection._text_factory is not str:
+            row = self._converted(row)
+        try:
+            self._ahead = next(cursor, None)
+        except Exception as error:
+            self._fail(error)
+        if self._ahead is None:
+            self._end()
+        return row if self.row_factory is None else self.row_factory(self, row)
+
+    def __next__(self) -> Any:
+        if self._ahead is None:
+            self._open()
+            raise StopIteration
+        return self.fetchone()
+
+    def fetchmany(self, size: int | None = None) -> list[Any]:
+        """So many rows, default `arraysize`, or as many as are left."""
+        cursor, row = self._open(), self._ahead
+        size = self.arraysize if size is None else size
+        if row is None or size == 0:
+            return []
+        if size < 0:  # as sqlite3: all
+            return self.fetchall()
+        return self._taken(cursor, islice(chain((row,), cursor), size))
+
+    def fetchall(self) -> list[Any]:
+        """All rows that are left."""
+        cursor, row = self._open(), self._ahead
+        return [] if row is None else self._taken(cursor, chain((row,), cursor))
+
+    def _taken(self, cursor: DriverCursor, rows: Iterator[Any]) -> list[Any]:
+        """These, of which the first is the one that was ahead, as the row factory wants them."""
+        if self._converters is not None or self.connection._text_factory is not str:
+            rows = map(self._converted, rows)
+        try:
+            taken = list(rows)
+            self._ahead = next(cursor, None)
+        except Exception as error:
+            self._fail(error)
+        if self._ahead is None:
+            self._end()
+        factory = self.row_factory
+        return taken if factory is None else [factory(self, row) for row in taken]
+
+    def _converted(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Through converters and the text factory, meanwhile the cursor must not be used."""
+        text = self.connection._text_factory
+        converters = self._converters or [None] * len(row)
+        self._locked = True
+        try:
+            return tuple(
+                value
+                if value is None
+                else converter(as_bytes(value))
+                if converter is not None
+                else text(value.encode())
+                if text is not str and isinstance(value, str)
+                else value
+                for value, converter in zip(row, converters)
+            )
+        finally:
+            self._locked = False
+
+    def _end(self) -> None:
+        """The statement has returned its last row."""
+        if self._writes:
+            self.rowcount, self._writes = self.connection._require().changes(), False
+
+    def __iter__(self) -> Self:
+        return self
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Let go of what is left."""
+        if not self._ready:
+            raise ProgrammingError("Base Cursor.__init__ not called.")
+        if self._locked:
+            raise ProgrammingError("Recursive use of cursors not allowed.")
+        self.connection._require()
+        cursor, self._cursor, self._ahead = self._cursor, None, None
+        if cursor is not None:
+            with TRANSLATED:
+                cursor.close(True)
+
+    def setinputsizes(self, sizes: Any, /) -> None:
+        """Nothing: SQLite needs no sizes."""
+
+    def setoutputsize(self, size: int, column: int | None = None, /) -> None:
+        """Nothing: SQLite needs no sizes."""
+
+    def _open(self) -> DriverCursor:
+        """What is below, if this may be used now and here."""
+        if not self._ready:
+            raise ProgrammingError("Base Cursor.__init__ not called.")
+        cursor = self._cursor
+        self.connection._require()
+        if cursor is None:
+            raise ProgrammingError("Cannot operate on a closed cursor.")
+        if self._locked:
+            raise ProgrammingError("Recursive use of cursors not allowed.")
+        return cursor
+
+    def _fail(self, error: Exception) -> Never:
+        """Raise what sqlite3 would, and leave a cursor that can be used again."""
+        cursor, self._ahead, self.rowcount, self._writes = self._cursor, None, -1, False
+        if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
+            self._cursor = self.connection._require().cursor()  # the old one, dropped here, ends its statement
+        if isinstance(error, apsw.Error | QuireError):
+            raise translated(error) from error
+        if (wanted := _as_sqlite3(error)) is error:
+            raise error
+        raise wanted from error
+
+
+class _Many:
+    """The parameters of `executemany`, and how many rows they have changed."""
+
+    def __init__(self, rows: Iterable[Parameters], changes: Callable[[], int]) -> None:
+        self.changed = 0
+        self.error: BaseException | None = None
+        self._rows = iter(rows)
+        self._changes = changes
+
+    def bindings(self) -> Iterator[Any]:
+        """Each in its turn. Whoever runs the statement asks for the next when it is done with the one before."""
+        changes, changed = self._changes, 0
+        try:
+            for row in self._rows:
+                yield adapt_all(row) if overrides else tuple(row) if type(row) is list else row
+                changed += changes()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.changed = changed
+
+
+def _as_sqlite3(error: Exception) -> Exception:
+    """What apsw reports of parameters and texts by Python's own exceptions, as sqlite3 does."""
+    text = str(error)
+    if isinstance(error, KeyError) and error.args:
+        return ProgrammingError(f"You did not supply a value for binding parameter :{error.args[0]}.")
+    if isinstance(error, TypeError) and text.startswith("You must supply a dict or a sequence"):
+        return ProgrammingError("parameters are of unsupported type")
+    if isinstance(error, ValueError) and text == "null character in query":
+        return ProgrammingError("the query contains a null character")
+    if isinstance(error, UnicodeDecodeError):
+        shown = bytes(error.object).decode(errors="replace")
+        return OperationalError(f"Could not decode to UTF-8 column with text '{shown}'")
+    return error
+
+
+def _keyword(statement: str) -> str:
+    """How a statement begins, in lower case; "" if there is none.
+
+    >>> _keyword("-- hint\\n /* and\\n another */ INSERT into t values (1)")
+    'insert '
+    """
+    start = _BLANK.match(statement).end()  # type: ignore[union-attr]  # it matches everywhere
+    return statement[start : start + 7].lower()

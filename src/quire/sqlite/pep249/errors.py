@@ -1,0 +1,144 @@
+"""The exceptions of PEP 249, with SQLite's code and its name, and how errors of apsw and of quire become them.
+
+    >>> try:
+    ...     with TRANSLATED:
+    ...         _ = apsw.Connection("").execute("select * from nosuch")
+    ... except OperationalError as error:
+    ...     print(error, error.sqlite_errorcode, error.sqlite_errorname)
+    no such table: nosuch 1 SQLITE_ERROR
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import apsw
+
+from quire.core.errors import QuireError
+
+
+class Warning(Exception):  # noqa: A001 - PEP 249 gives the name
+    """Something important to say."""
+
+
+class Error(Exception):
+    """The root of everything raised here. What SQLite has reported has its extended code and the code's name."""
+
+    sqlite_errorcode: int
+    sqlite_errorname: str
+
+
+class InterfaceError(Error):
+    """The module was used wrongly."""
+
+
+class DatabaseError(Error):
+    """Something about the database."""
+
+
+class DataError(DatabaseError):
+    """A value that does not fit."""
+
+
+class OperationalError(DatabaseError):
+    """Not of the programmer's making: locked, full, gone, a mistake in SQL."""
+
+
+class IntegrityError(DatabaseError):
+    """A constraint."""
+
+
+class InternalError(DatabaseError):
+    """A bug."""
+
+
+class ProgrammingError(DatabaseError):
+    """A closed connection, a wrong number of parameters."""
+
+
+class NotSupportedError(DatabaseError):
+    """SQLite cannot, or this connection cannot."""
+
+
+_BY_CODE: dict[int, type[Error]] = {
+    apsw.SQLITE_INTERNAL: InternalError,
+    apsw.SQLITE_NOTFOUND: InternalError,
+    apsw.SQLITE_CORRUPT: DatabaseError,
+    apsw.SQLITE_TOOBIG: DataError,
+    apsw.SQLITE_CONSTRAINT: IntegrityError,
+    apsw.SQLITE_MISMATCH: IntegrityError,
+    apsw.SQLITE_MISUSE: InterfaceError,
+    apsw.SQLITE_RANGE: InterfaceError,
+}
+"""As sqlite3 sorts SQLite's primary codes; the next set is operational, what is in neither is a DatabaseError."""
+_OPERATIONAL = {
+    apsw.SQLITE_ERROR,
+    apsw.SQLITE_PERM,
+    apsw.SQLITE_ABORT,
+    apsw.SQLITE_BUSY,
+    apsw.SQLITE_LOCKED,
+    apsw.SQLITE_READONLY,
+    apsw.SQLITE_INTERRUPT,
+    apsw.SQLITE_IOERR,
+    apsw.SQLITE_FULL,
+    apsw.SQLITE_CANTOPEN,
+    apsw.SQLITE_PROTOCOL,
+    apsw.SQLITE_EMPTY,
+    apsw.SQLITE_SCHEMA,
+}
+CLOSED = "Cannot operate on a closed database."
+
+
+def error_of(code: int, message: str) -> Error:
+    """The exception for one of SQLite's extended codes."""
+    primary = code & 0xFF
+    kind = _BY_CODE.get(primary) or (OperationalError if primary in _OPERATIONAL else DatabaseError)
+    error = kind(message)
+    error.sqlite_errorcode, error.sqlite_errorname = code, error_name(code)
+    return error
+
+
+def error_name(code: int) -> str:
+    """`SQLITE_CONSTRAINT_UNIQUE` for 2067.
+
+    >>> error_name(2067), error_name(5), error_name(999_999)
+    ('SQLITE_CONSTRAINT_UNIQUE', 'SQLITE_BUSY', 'unknown')
+    """
+    name = apsw.mapping_extended_result_codes.get(code) or apsw.mapping_result_codes.get(code)
+    return str(name or "unknown")
+
+
+def translated(error: Exception) -> Exception:
+    """The exception of PEP 249 for one of apsw's or ours; another one as it is."""
+    if isinstance(error, apsw.ConnectionClosedError):
+        return ProgrammingError(CLOSED)
+    if isinstance(error, apsw.CursorClosedError):
+        return ProgrammingError("Cannot operate on a closed cursor.")
+    if isinstance(error, apsw.ThreadingViolationError | apsw.BindingsError):
+        return ProgrammingError(str(error))
+    if isinstance(error, apsw.Error):
+        code = getattr(error, "extendedresult", -1)
+        return error_of(code, _message(error)) if code > 0 else OperationalError(str(error))
+    return OperationalError(str(error)) if isinstance(error, QuireError) else error
+
+
+def _message(error: apsw.Error) -> str:
+    """Without the apsw class's name, which apsw writes where SQLite has no message."""
+    return str(error).removeprefix(f"{type(error).__name__}: ")
+
+
+class _Translated:
+    """A block whose errors of apsw's and ours become those of PEP 249."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, apsw.Error | QuireError):
+            raise translated(error) from error
+
+
+TRANSLATED = _Translated()

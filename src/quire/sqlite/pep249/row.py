@@ -1,0 +1,81 @@
+"""`Row`: a row whose values are also had by the names of its columns, whatever their case, as sqlite3's.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, overload
+
+
+class Row:
+    """For `row_factory`. Equal to another one with equal names and values.
+
+    >>> class Asked:
+    ...     description = (("Id",), ("name",))
+    >>> row = Row(Asked, (7, "tea"))
+    >>> row["ID"], row[-1], row.keys(), dict(row)
+    (7, 'tea', ['Id', 'name'], {'Id': 7, 'name': 'tea'})
+    """
+
+    __slots__ = ("_description", "_values")
+    _description: tuple[tuple[Any, ...], ...]
+    _values: tuple[Any, ...]
+
+    def __new__(cls, cursor: Any, data: tuple[Any, ...], /) -> Self:
+        """Of a cursor that has run a statement, and a tuple of its values."""
+        if not hasattr(cursor, "description"):
+            raise TypeError(f"Row() argument 1 must be a Cursor, not {type(cursor).__name__}")
+        if not isinstance(data, tuple):
+            raise TypeError(f"Row() argument 2 must be tuple, not {type(data).__name__}")
+        row = super().__new__(cls)
+        row._description, row._values = cursor.description or (), data
+        return row
+
+    def keys(self) -> list[str]:
+        """The names of the columns."""
+        return [column[0] for column in self._description]
+
+    @overload
+    def __getitem__(self, key: int | str) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, key: int | str | slice) -> Any:
+        if not isinstance(key, str):
+            try:
+                return self._values[key]
+            except TypeError:
+                raise IndexError("Index must be int or string") from None
+            except IndexError as error:
+                big = isinstance(key, int) and not -(1 << 63) <= key < 1 << 63
+                raise IndexError("Index is too large" if big else str(error)) from None
+        for number, column in enumerate(self._description):
+            if column[0] == key or _same(column[0], key):
+                return self._values[number]
+        raise IndexError("No item with that key")
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __hash__(self) -> int:
+        return hash(self._description) ^ hash(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Row):
+            return NotImplemented
+        return self._description == other._description and self._values == other._values
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__}.{type(self).__qualname__} object at {id(self):#x}>"
+
+
+def _same(name: str, key: str) -> bool:
+    """ASCII letters alone have a case here, as in SQLite."""
+    return len(name) == len(key) and name.isascii() and key.isascii() and name.lower() == key.lower()
+
+
+Sequence.register(Row)

@@ -1,0 +1,64 @@
+"""Stores of this process that connections share by path: opened with the first, closed with the last.
+
+A store that the program has opened itself (`quire.open`) is used as it is, and stays the program's to close. A path means
+the directory it leads to, whatever it is called.
+
+Threads: any. Raises what `quire.open` raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.store.store import Mode, Store
+
+Opener = Callable[[str, Mode, bool], Store]
+"""Given a path, the mode, and whether a store is made where there is none."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    store: Store
+    users: int
+
+
+_Key = tuple[str, Mode]
+# An RLock: a dropped connection is released by the garbage collector, which may run in a thread that is in here.
+_lock = threading.RLock()
+_shared: dict[_Key, _Shared] = {}
+_opened: weakref.WeakValueDictionary[_Key, Store] = weakref.WeakValueDictionary()
+
+
+def note_opened(store: Store, mode: Mode) -> Store:
+    """Have connections share a store that the program has opened."""
+    with _lock:
+        _opened[os.path.realpath(store.path), mode] = store
+    return store
+
+
+def acquire(path: str, mode: Mode, opener: Opener, *, create: bool) -> tuple[Store, Callable[[], None]]:
+    """The store at a path, and what to call when it is no longer needed."""
+    key: _Key = (os.path.realpath(path), mode)
+    with _lock:
+        entry = _shared.get(key)
+        if entry is not None and entry.store.is_open:
+            entry.users += 1
+        elif (own := _opened.get(key)) is not None and own.is_open:
+            return own, lambda: None
+        else:
+            entry = _shared[key] = _Shared(opener(path, mode, create), 1)
+    return entry.store, lambda: _release(key, entry)
+
+
+def _release(key: _Key, entry: _Shared) -> None:
+    with _lock:
+        entry.users -= 1
+        if entry.users:
+            return
+        if _shared.get(key) is entry:
+            del _shared[key]
+        entry.store.close()  # inside the lock: whoever opens it next must not meet its lock file

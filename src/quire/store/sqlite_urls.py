@@ -1,0 +1,165 @@
+"""What `quire.sqlite.dbapi.connect` is given, and the driver for it.
+
+    path of a store and a database in it    dir/shop
+    the same as a URL, with parameters      quire:///dir/shop?at=monday
+    a URI of SQLite's, with `uri=True`      file:dir/shop?mode=ro
+    a database in memory, as SQLite's       :memory:, an empty name, file:…?mode=memory
+
+A URL's path is relative after three slashes and absolute after four, as in SQLAlchemy's and Django's URLs. Parameters:
+`at` (a snapshot's name), `epoch` (an lsn), `time` (ISO, with its zone): that version, to be read; `mode=ro`: to be read;
+`mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing.
+
+A store that another process owns is reached through its server, if it has one.
+
+Threads: any. Raises errors of PEP 249 with SQLite's codes: `SQLITE_CANTOPEN`, `SQLITE_BUSY` where somebody else owns the store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from urllib.parse import parse_qsl, unquote
+
+from quire.core.errors import InvalidInput, QuireError, StoreLocked
+from quire.sqlite import memory
+from quire.sqlite.pep249.driver import Driver, LocalDriver
+from quire.sqlite.pep249.errors import error_of
+from quire.store.opening import open as open_store
+from quire.store.shared import acquire
+from quire.store.store import Mode, Store
+
+SCHEME = "quire:"
+SQLITE_CANTOPEN, SQLITE_BUSY = 14, 5
+_HEADER = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True, slots=True)
+class DatabasePath:
+    """A database of a store, and which version of it."""
+
+    root: str
+    name: str
+    at: str | int | datetime | None = None
+    mode: str = "rwc"
+
+    @property
+    def is_read_only(self) -> bool:
+        return self.mode == "ro" or self.at is not None
+
+
+def parse(database: str, *, uri: bool) -> DatabasePath | None:
+    """Which database is meant; None for one in memory.
+
+    >>> parse("quire:///dir/my%20shop?at=monday", uri=False)
+    DatabasePath(root='dir', name='my shop', at='monday', mode='rwc')
+    >>> parse("/data/shop", uri=False)
+    DatabasePath(root='/data', name='shop', at=None, mode='rwc')
+    >>> parse("file:/data/shop?mode=ro", uri=True).is_read_only, parse(":memory:", uri=False)
+    (True, None)
+    """
+    parameters: dict[str, str] = {}
+    path = database
+    if database.startswith(SCHEME) or (uri and database.startswith("file:")):
+        location, _, query = database.partition(":")[2].partition("#")[0].partition("?")
+        parameters = dict(parse_qsl(query, keep_blank_values=True))
+        path = unquote(_path_of(location, database.startswith(SCHEME)))
+    if path in ("", ":memory:") or parameters.get("mode") == "memory":
+        return None
+    root, name = os.path.split(path)
+    if not name:
+        raise InvalidInput("the path names no database", hint="as in dir/shop: the store, and the database", path=path)
+    mode = "ro" if parameters.get("immutable") in ("1", "true") else parameters.get("mode", "rwc")
+    return DatabasePath(root or ".", name, _version(parameters), mode)
+
+
+def _path_of(location: str, ours: bool) -> str:
+    if not location.startswith("//"):
+        return location
+    host, slash, path = location[2:].partition("/")
+    if ours:  # quire://dir/shop and quire:///dir/shop mean the same
+        return f"{host}/{path}" if host else path
+    if host not in ("", "localhost"):
+        raise InvalidInput("a file of another machine", hint="file:///path", host=host)
+    return slash + path
+
+
+def _version(parameters: Mapping[str, str]) -> str | int | datetime | None:
+    asked = [kind for kind in ("at", "epoch", "time") if kind in parameters]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise InvalidInput("a URL names one version", hint="one of at, epoch, time", asked=", ".join(asked))
+    text = parameters[asked[0]]
+    try:
+        return text if asked[0] == "at" else int(text) if asked[0] == "epoch" else datetime.fromisoformat(text)
+    except ValueError:
+        hint = "an lsn" if asked[0] == "epoch" else "as in 2026-01-31T12:00:00+00:00"
+        raise InvalidInput(f"the URL's {asked[0]} cannot be read", hint=hint, given=text) from None
+
+
+def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:
+    """The driver for what `connect` was given."""
+    try:
+        wanted = parse(database, uri=uri)
+        if wanted is None:
+            return LocalDriver(memory.connect(database, uri=uri, timeout=timeout))
+        _refuse(wanted)
+        try:
+            return _open(wanted, timeout)
+        except StoreLocked:
+            return _beside_owner(wanted, timeout)
+    except StoreLocked as error:
+        raise error_of(SQLITE_BUSY, f"database is locked: {error}") from error
+    except QuireError as error:
+        raise error_of(SQLITE_CANTOPEN, f"unable to open database file: {error}") from error
+
+
+def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
+    store, release = acquire(wanted.root, mode, _open_store, create=wanted.mode == "rwc" and wanted.at is None)
+    try:
+        creates = mode == "rw" and wanted.mode == "rwc" and wanted.at is None
+        connection = store.sqlite(wanted.name, at=wanted.at, create=creates, timeout=timeout)
+        if wanted.mode == "ro":
+            connection.pragma("query_only", True)
+        return LocalDriver(connection, release)
+    except BaseException:
+        release()
+        raise
+
+
+def _open_store(path: str, mode: Mode, create: bool) -> Store:
+    return open_store(path, mode, create=create)
+
+
+def _beside_owner(wanted: DatabasePath, timeout: float) -> Driver:
+    """Another process owns the store: what is only read is read beside it, the rest goes through its server."""
+    if wanted.is_read_only:
+        return _open(wanted, timeout, "r")
+    return through_server(wanted, timeout)
+
+
+def through_server(wanted: DatabasePath, timeout: float) -> Driver:
+    """The driver of a connection to the server that owns the store."""
+    raise StoreLocked(
+        "another process owns the store, and does not serve SQL",
+        hint="close it there, or add ?mode=ro to read what it has published",
+        path=wanted.root,
+        database=wanted.name,
+        timeout=timeout,
+    )
+
+
+def _refuse(wanted: DatabasePath) -> None:
+    """What is no place for a database: nothing above the store, a directory, an ordinary file of SQLite's."""
+    path = os.path.join(wanted.root, wanted.name)
+    if not os.path.isdir(os.path.dirname(os.path.abspath(wanted.root))):
+        raise InvalidInput("there is no such directory", hint="make it, or check the path", path=wanted.root)
+    if os.path.isdir(path):
+        raise InvalidInput("the path is a directory", hint="name the store and the database: dir/shop", path=path)
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if file.read(len(_HEADER)) == _HEADER:
+                hint = "`quire sqlite import` takes it into a store; the standard library's sqlite3 opens it as it is"
+                raise InvalidInput("the path is an ordinary SQLite file", hint=hint, path=path)
