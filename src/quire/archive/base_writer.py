@@ -84,7 +84,7 @@ def everything(
     seen: set[int] = set()
     for path in _paths(disk, root, root):
         yield from _events(disk, root, path, seen, artifact)
-    while renamed := [path for number, path in recorder.renamed().items() if number not in seen]:
+    while renamed := [path for path, number in recorder.renamed().items() if number not in seen]:
         for path in renamed:
             yield from _events(disk, root, path, seen, artifact)
 

@@ -101,8 +101,8 @@ class Recorder(DiskLayer):
         self._complete = complete
         # guarded by _lock
         self._lock = threading.Lock()
-        self._renamed: dict[int, str] | None = None
-        """While a base is read: the files that got another name meanwhile, which its walk may have missed."""
+        self._renamed: dict[str, int] | None = None
+        """While a base is read: the names that files got meanwhile, by which its walk may have missed them; with the inodes."""
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
@@ -137,7 +137,7 @@ class Recorder(DiskLayer):
             with self._lock:
                 self.queue.append(RenameEvent(number, self._relative(source), self._relative(target)))
                 if self._renamed is not None:
-                    self._renamed[number] = target
+                    self._renamed[target] = number
         elif after is Shipping.BYTES:
             for event in whole_file(self._inner, target, self._relative(target)):
                 self.queue.append(event)
@@ -154,7 +154,7 @@ class Recorder(DiskLayer):
                 with self._lock:  # the walk of a base may miss both names, if the first one is removed meanwhile
                     self.queue.append(LinkEvent(number, self._relative(target)))
                     if self._renamed is not None:
-                        self._renamed[number] = target
+                        self._renamed[target] = number
 
     def remove(self, path: str) -> None:
         kind = self._kind(path)
@@ -175,8 +175,8 @@ class Recorder(DiskLayer):
         with self._lock:
             self._renamed = {}
 
-    def renamed(self) -> dict[int, str]:
-        """Those that did since the last call, by inode, with their paths."""
+    def renamed(self) -> dict[str, int]:
+        """The paths that files got since the last call, with their inodes: one file may have several, and lose some again."""
         with self._lock:
             renamed, self._renamed = self._renamed or {}, {}
             return renamed
