@@ -30,12 +30,14 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Pin, SnapshotKind, SnapshotRecord, WalState
 from quire.manifest.snapshots import Anchor
 from quire.manifest.store import ManifestStore
-from quire.pages.catalog import segment_place
+from quire.pages.catalog import find_database, segment_place
 from quire.pages.framemap import FrameMap, PinnedSegment, Regions
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
 from quire.pages.readers import HOLD_TAG, Lease
-from quire.pages.view import LINK_DTYPE, SnapshotView, without_object
+from quire.pages.snapshot import Snapshot
+from quire.pages.timetravel import At
+from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, without_object
 from quire.pages.view_build import pinned, view_of
 
 if TYPE_CHECKING:
@@ -140,6 +142,31 @@ def lend(
     for view in views:
         leases.narrow(lease_id, view.db_id, _origins(view))
     return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in views] if upload else views
+
+
+def lend_reader(
+    engine: PageEngine, db: int | str, at: str | At, seconds: float, *, tags: dict[str, str] | None = None
+) -> tuple[int, Snapshot]:
+    """(id of a lease, a reader of the version `at` a snapshot's name, an lsn or a time): dropping the snapshot meanwhile, or a
+    checkpoint, takes nothing away from it. The id is 0 where the reader has a lease of its own, in memory."""
+    manifest = engine._manifest
+    with manifest.read() as txn:
+        db_id, _ = find_database(txn, db)
+    # Before the version is looked up: what is dropped from now on is kept.
+    lease_id = manifest.leases.hold([LentVersion(db_id, 0)], seconds, tags=tags)
+    try:
+        if isinstance(at, str):
+            reader: Snapshot = engine.open_view(db_id, at)
+        else:
+            reader = engine.open(db_id).open_snapshot(at=at, tags=tags)
+        if isinstance(reader, ViewReader):
+            manifest.leases.narrow(lease_id, db_id, _origins(reader.view))
+            return lease_id, reader
+    except BaseException:
+        manifest.leases.release(lease_id)
+        raise
+    manifest.leases.release(lease_id)
+    return 0, reader
 
 
 def _hold(store: PageStore, why: str) -> Lease:

@@ -21,11 +21,12 @@ from quire.service.sql.routes import SqlPart
 from quire.service.web.answers import Response, error_answer
 from quire.service.web.context import WebContext, WebPart
 from quire.service.web.edge import Edge
+from quire.service.web.version_files import VersionFiles
 
 
 def make_parts(context: WebContext) -> tuple[WebPart, ...]:
     """The parts of the HTTP side; the first that has an address answers it."""
-    return SqlPart(context), ReplicaPart(context)
+    return VersionFiles(context), SqlPart(context), ReplicaPart(context)
 
 
 def build_app(context: WebContext, parts: Sequence[WebPart], dashboard: ASGIApp) -> Starlette:

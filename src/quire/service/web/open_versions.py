@@ -1,0 +1,190 @@
+"""Versions of databases that are being read as files, kept open for a moment: whoever reads ranges comes again.
+
+Rules
+  1. A version that is open is held by a lease, so that neither a checkpoint nor a collection takes pages away in the middle,
+     whatever becomes of its snapshot; the lease is renewed by reading.
+  2. At most `OPEN_MAX` versions are open; one that nobody reads goes when another needs its place, or after `IDLE_SECONDS`.
+  3. A reader belongs to one thread at a time: parts of the same version are read one after another.
+
+Threads: any. Raises what opening raises, and `Overloaded`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from quire.core.clock import Clock
+from quire.core.errors import InvalidInput, Overloaded, StoreClosed
+from quire.manifest.store import ManifestStore
+from quire.pages.anchors import lend_reader
+from quire.pages.catalog import find_database
+from quire.pages.engine import PageEngine
+from quire.pages.snapshot import Snapshot
+from quire.service.versions import DatabaseVersion
+from quire.sqlite.dbfile import MAGIC
+from quire.sqlite.files import read_part
+
+OPEN_MAX = 64
+IDLE_SECONDS = 10.0
+LEASE_SECONDS = 120.0
+RENEW_SECONDS = 30.0
+TAGS = {"reader": "http file"}
+WARM_BYTES = 1 << 20
+"""Parts up to this size are read through the caches: a program reads its index pages again and again."""
+
+Key = tuple[int, str, int]
+"""(database, what of it, its number): two databases that had one name after another are not taken for each other."""
+
+
+@dataclass(slots=True)
+class OpenVersion:
+    """One version, as a file."""
+
+    key: Key
+    reader: Snapshot
+    lease_id: int
+    """0: the reader renews a lease of its own."""
+    is_fixed: bool
+    """Whether its address will always mean this version."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # guarded by the shelf's lock
+    users: int = 0
+    used_at: float = 0.0
+    # guarded by `lock`
+    renewed_at: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.reader.size_pages * self.reader.page_size
+
+    @property
+    def tag(self) -> str:
+        """The version, as `ETag` says it: another database of the same name has another one."""
+        return f'"{self.reader.db_id}-{self.reader.lsn}"'
+
+
+class OpenVersions:
+    """The versions that are open."""
+
+    def __init__(self, manifest: ManifestStore, pages: PageEngine) -> None:
+        self._manifest = manifest
+        self._pages = pages
+        self._clock: Clock = manifest.clock
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._open: dict[Key, OpenVersion] = {}
+        self._closed = False
+
+    @property
+    def now(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def take(self, wanted: DatabaseVersion) -> OpenVersion:
+        """The version, open until it is given back. Blocks for the disk."""
+        key = self._key(wanted)
+        with self._lock:
+            if (version := self._open.get(key)) is not None:
+                version.users += 1
+                return version
+        idle = self._make_room()
+        for version in idle:
+            self._close(version)
+        version = self._opened(key, wanted)
+        with self._lock:
+            if self._closed:
+                other: OpenVersion | None = None
+            else:
+                other = self._open.setdefault(key, version)
+                other.users += 1
+        if other is not version:
+            self._close(version)
+        if other is None:
+            raise StoreClosed("the store is closed", hint="open it again")
+        return other
+
+    def give_back(self, version: OpenVersion) -> None:
+        """Nobody reads it any more; it stays open for a moment."""
+        with self._lock:
+            version.users -= 1
+            version.used_at = self._clock.monotonic()
+
+    def read(self, version: OpenVersion, part: range) -> bytes:
+        """Some bytes of the file; blocks for the disk. The header says that there is no log beside the file (Q3)."""
+        with version.lock:
+            now = self._clock.monotonic()
+            if version.lease_id and now - version.renewed_at >= RENEW_SECONDS:
+                self._manifest.leases.renew(version.lease_id)
+                version.renewed_at = now
+            reader, page_size = version.reader, version.reader.page_size
+            first, last = part.start // page_size, (part.stop - 1) // page_size
+            images = reader.read_pages(range(first, last + 1), cold=len(part) > WARM_BYTES)
+            return read_part(images.__getitem__, page_size, reader.size_pages, len(part), part.start)
+
+    # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
+    def _key(self, wanted: DatabaseVersion) -> Key:
+        with self._manifest.read() as txn:
+            db_id, _ = find_database(txn, wanted.name)
+        if isinstance(wanted.at, str):
+            return db_id, "snapshot", self._manifest.snapshots.get(db_id, wanted.at).snapshot_id
+        if isinstance(wanted.at, int):
+            return db_id, "epoch", wanted.at
+        # What is committed later may still belong to a time that is not over.
+        moment = wanted.at.isoformat() if wanted.at is not None else ""
+        return db_id, moment, self._pages.open(db_id).wal.durable.lsn
+
+    def _opened(self, key: Key, wanted: DatabaseVersion) -> OpenVersion:
+        lease_id = 0
+        if wanted.at is None:
+            reader = self._pages.open(key[0]).open_snapshot(tags=TAGS)
+        else:
+            lease_id, reader = lend_reader(self._pages, key[0], wanted.at, LEASE_SECONDS, tags=TAGS)
+        reader.__enter__()  # it renews itself until it is closed
+        is_fixed = isinstance(wanted.at, int)
+        version = OpenVersion(key, reader, lease_id, is_fixed, renewed_at=self._clock.monotonic())
+        try:
+            if reader.size_pages and not reader.read_page(0).startswith(MAGIC):
+                hint = "`quire sqlite import` makes one"
+                raise InvalidInput("this version holds no SQLite database", hint=hint, name=wanted.name)
+        except BaseException:
+            self._close(version)
+            raise
+        return version
+
+    def _make_room(self) -> list[OpenVersion]:
+        """The version that has rested longest, if there is no other place (rule 2)."""
+        with self._lock:
+            if len(self._open) < OPEN_MAX:
+                return []
+            resting = [version for version in self._open.values() if not version.users]
+            if not resting:
+                raise Overloaded("too many versions are being read", hint="try again later", max=OPEN_MAX)
+            oldest = min(resting, key=lambda version: version.used_at)
+            return [self._open.pop(oldest.key)]
+
+    def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
+        """Close the versions that nobody has read for so long."""
+        before = self._clock.monotonic() - seconds
+        with self._lock:
+            idle = [version for version in self._open.values() if not version.users and version.used_at <= before]
+            for version in idle:
+                del self._open[version.key]
+        for version in idle:
+            self._close(version)
+
+    def close(self) -> None:
+        """Close everything; nothing is opened any more."""
+        with self._lock:
+            self._closed = True
+            versions = list(self._open.values())
+            self._open.clear()
+        for version in versions:
+            self._close(version)
+
+    def _close(self, version: OpenVersion) -> None:
+        with version.lock:
+            version.reader.close()
+            if version.lease_id:
+                self._manifest.leases.release(version.lease_id)

@@ -1,0 +1,204 @@
+"""Versions as files: `GET /db/NAME@VERSION.sqlite`, whole or in ranges, for whoever reads SQLite files over HTTP (W7).
+
+Rules
+  1. VERSION is a snapshot's name, an epoch or a time; without one it is the database as it is now.
+  2. `ETag` is the version. Whoever comes with one hears whether it still is the same (`If-None-Match`), and gets parts only of
+     the version it has begun with (`If-Range`).
+  3. An epoch never means another version, so it may be cached for good; what a name means is asked again each time.
+  4. An answer is read and sent in pieces of `PIECE_BYTES`; the version is held until the last is sent.
+
+Threads: the event loop's; reading in the context's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import Response as StarletteResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from quire.core.errors import OutOfRange
+from quire.service.versions import DatabaseVersion, base_name, parse_version
+from quire.service.web.answers import error_answer
+from quire.service.web.context import WebContext
+from quire.service.web.open_versions import OpenVersion, OpenVersions
+from quire.service.web.ranges import UnsatisfiableRange, parse_ranges
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+PIECE_BYTES = 256 * 1024
+SWEEP_SECONDS = 2.0
+CONTENT_TYPE = "application/vnd.sqlite3"
+FOR_GOOD = "private, max-age=31536000, immutable"
+ASK_AGAIN = "private, no-cache"
+
+
+class VersionFiles:
+    """A part of the HTTP side."""
+
+    def __init__(self, context: WebContext) -> None:
+        self._context = context
+        self.versions = OpenVersions(context.store.manifest, context.store.pages)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def routes(self) -> list[BaseRoute]:
+        """Its one address."""
+        return [Route("/db/{name}.sqlite", self._endpoint, methods=["GET", "HEAD"])]
+
+    async def start(self) -> None:
+        """Begin to close what nobody reads any more."""
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            if self.versions.now:
+                await self._context.call(self.versions.close_idle)
+
+    async def close(self) -> None:
+        """Close every version."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeper
+        await self._context.call(self.versions.close)
+
+    def collect(self) -> Iterable[Metric]:
+        """None of its own: requests are counted with all others."""
+        return ()
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _endpoint(self, request: Request) -> StarletteResponse:
+        name: str = request.path_params["name"]
+        self._context.gate.grant(request).check(base_name(name))
+        return _FileAnswer(self._context, self.versions, name)
+
+
+class _FileAnswer(StarletteResponse):
+    """Opens a version, sends what was asked for of it, and gives it back, whatever happens in between."""
+
+    def __init__(self, context: WebContext, versions: OpenVersions, name: str) -> None:
+        super().__init__()
+        self._context = context
+        self._versions = versions
+        self._name = name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole answer."""
+        version = await self._context.call(self._take)
+        try:
+            request = Request(scope, receive)
+            headers = self._file_headers(version)
+            if _is_known(request.headers.get("if-none-match"), version.tag):
+                await self._send(send, HTTPStatus.NOT_MODIFIED, headers)
+                return
+            try:
+                parts = self._parts(request, version)
+            except UnsatisfiableRange as error:
+                await self._refuse(send, error, version)
+                return
+            status, pieces, length = self._plan(version, parts, headers)
+            headers["content-length"] = str(length)
+            await self._send(send, status, headers, more=request.method != "HEAD")
+            if request.method != "HEAD":
+                await self._send_pieces(request, send, pieces)
+        finally:
+            self._versions.give_back(version)
+
+    def _take(self) -> OpenVersion:
+        wanted: DatabaseVersion = parse_version(self._context.store.manifest, self._name)
+        return self._versions.take(wanted)
+
+    def _file_headers(self, version: OpenVersion) -> dict[str, str]:
+        return {
+            "content-type": CONTENT_TYPE,
+            "etag": version.tag,
+            "cache-control": FOR_GOOD if version.is_fixed else ASK_AGAIN,
+            "accept-ranges": "bytes",
+            "last-modified": formatdate(version.reader.time_ms / 1000, usegmt=True),
+            "content-disposition": f"attachment; filename*=UTF-8''{quote(self._name, safe='')}.sqlite",
+            "x-quire-epoch": str(version.reader.lsn),
+        }
+
+    def _parts(self, request: Request, version: OpenVersion) -> list[range]:
+        """The ranges that are asked for, of this very version; none for the whole (rule 2)."""
+        asked, known = request.headers.get("range"), request.headers.get("if-range")
+        if asked is None or (known is not None and known.strip() != version.tag):
+            return []
+        return parse_ranges(asked, version.size)
+
+    def _plan(
+        self, version: OpenVersion, parts: list[range], headers: dict[str, str]
+    ) -> tuple[HTTPStatus, AsyncIterator[bytes], int]:
+        """(status, what is sent, its length)."""
+        if not parts:
+            return HTTPStatus.OK, self._read(version, range(version.size)), version.size
+        if len(parts) == 1:
+            headers["content-range"] = _content_range(parts[0], version.size)
+            return HTTPStatus.PARTIAL_CONTENT, self._read(version, parts[0]), len(parts[0])
+        boundary = secrets.token_hex(16)
+        headers["content-type"] = f"multipart/byteranges; boundary={boundary}"
+        heads = [
+            f"\r\n--{boundary}\r\nContent-Type: {CONTENT_TYPE}\r\n"
+            f"Content-Range: {_content_range(part, version.size)}\r\n\r\n".encode()
+            for part in parts
+        ]
+        end = f"\r\n--{boundary}--\r\n".encode()
+        length = sum(len(head) + len(part) for head, part in zip(heads, parts)) + len(end)
+        return HTTPStatus.PARTIAL_CONTENT, self._read_many(version, heads, parts, end), length
+
+    async def _read(self, version: OpenVersion, part: range) -> AsyncIterator[bytes]:
+        for start in range(part.start, part.stop, PIECE_BYTES):
+            piece = range(start, min(start + PIECE_BYTES, part.stop))
+            yield await self._context.call(self._versions.read, version, piece)
+
+    async def _read_many(
+        self, version: OpenVersion, heads: list[bytes], parts: list[range], end: bytes
+    ) -> AsyncIterator[bytes]:
+        for head, part in zip(heads, parts):
+            yield head
+            async for piece in self._read(version, part):
+                yield piece
+        yield end
+
+    # ── sending ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _refuse(self, send: Send, error: UnsatisfiableRange, version: OpenVersion) -> None:
+        answer = error_answer(OutOfRange(str(error), hint=f"the file has {version.size} bytes"))
+        headers = {"content-type": answer.content_type, "content-range": f"bytes */{version.size}"}
+        headers["content-length"] = str(len(answer.body))
+        await self._send(send, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, headers, more=True)
+        await send({"type": "http.response.body", "body": answer.body})
+
+    async def _send(self, send: Send, status: HTTPStatus, headers: dict[str, str], *, more: bool = False) -> None:
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": int(status), "headers": raw})
+        if not more:
+            await send({"type": "http.response.body"})
+
+    async def _send_pieces(self, request: Request, send: Send, pieces: AsyncIterator[bytes]) -> None:
+        async for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if await request.is_disconnected():
+                return  # sending goes nowhere: do not read the rest
+        await send({"type": "http.response.body"})
+
+
+def _content_range(part: range, size: int) -> str:
+    return f"bytes {part.start}-{part.stop - 1}/{size}"
+
+
+def _is_known(header: str | None, tag: str) -> bool:
+    """Whether a client has this version already."""
+    if header is None:
+        return False
+    return header.strip() == "*" or tag in (known.strip().removeprefix("W/") for known in header.split(","))
