@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
 import quire
-from quire.archive.format import Kind, Position
-from quire.archive.log_reader import find, header_of, last_object
+from quire.archive.format import NO_DIGEST, Header, Kind, Position, encode_object, log_key
+from quire.archive.log_reader import find, header_of, log_positions, owner_log, read_object
 from quire.archive.sealing import seal
+from quire.archive.window import Line, list_archive
+from quire.core.errors import AlreadyExists, QuireError, StoreFenced
+from quire.objects.api import DeletableStore
 from quire.objects.open import open_store
 
 
@@ -67,7 +76,169 @@ def test_a_seal_hands_over_everything_behind_the_known_object(tmp_path: Path) ->
     )
     assert passed == [Position(first.epoch, number) for number in range(1, point.position.number + 1)]
     assert last == point.position
-    sealed = last_object(bucket, store_id, first.epoch)
-    assert sealed is not None
-    assert sealed[1].kind is Kind.SEAL
+    assert owner_log(bucket, store_id, first.epoch).seal is not None
     bucket.close()
+
+
+# ── an owner that is quicker than the sealer ──────────────────────────────────────────────────────────────────────────
+STORE = "11111111-2222-3333-4444-555555555555"
+
+
+class BusyOwner:
+    """An owner that uses its numbers in order, and acknowledges what it has put."""
+
+    def __init__(self, bucket: DeletableStore) -> None:
+        self.bucket = bucket
+        self.acknowledged: list[Position] = []
+        self.is_fenced = False
+        self._digest = NO_DIGEST
+
+    def put(self, objects: int) -> None:
+        for _ in range(objects):
+            if self.is_fenced:
+                return
+            position = Position(1, len(self.acknowledged))
+            parent = Position(1, position.number - 1) if position.number else Position(0, 0)
+            header = Header(kind=Kind.LOG, position=position, parent=parent, parent_digest=self._digest, at_ms=1)
+            data = encode_object(header, [])
+            try:
+                self.bucket.put(log_key(STORE, position), data, create_only=True)
+            except AlreadyExists:
+                self.is_fenced = True
+                return
+            self._digest = sha256(data).digest()
+            self.acknowledged.append(position)
+
+
+class Crowded:
+    """The bucket as the sealer has it: before each of its requests the owner puts some objects."""
+
+    def __init__(self, owner: BusyOwner, objects: int) -> None:
+        self._owner, self._objects = owner, objects
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*given: Any, **more: Any) -> Any:
+            self.requests += 1
+            self._owner.put(self._objects)
+            return getattr(self._owner.bucket, name)(*given, **more)
+
+        return request
+
+
+@pytest.fixture
+def bucket() -> Iterator[DeletableStore]:
+    with closing(open_store(f"memory://{uuid4()}")) as opened:
+        yield opened
+
+
+def sealed_by(store: Any, successor: int, known: tuple[Header, bytes] | None = None) -> tuple[Position, list[Position]]:
+    """(last object, those that were handed over)"""
+    passed: list[Position] = []
+    last, _ = seal(
+        store, STORE, 1, successor, 0, known=known, overtaken=lambda header, *_: passed.append(header.position)
+    )
+    return last, passed
+
+
+@pytest.mark.parametrize("objects", [1, 2, 7, 50])
+def test_an_owner_that_puts_between_all_requests_is_sealed_soon(bucket: DeletableStore, objects: int) -> None:
+    owner = BusyOwner(bucket)
+    owner.put(1)
+    known = read_object(bucket, STORE, Position(1, 0))
+    crowded = Crowded(owner, objects)
+    last, passed = sealed_by(crowded, 2, known[:2])
+    owner.put(1)
+    assert owner.is_fenced, "before it acknowledges anything that the successor does not have"
+    assert passed == owner.acknowledged[1:]
+    assert last == owner.acknowledged[-1]
+    # requests: two for each object that was overtaken, and the seals ahead
+    assert crowded.requests <= 2 * len(passed) + 20
+    log = owner_log(bucket, STORE, 1)
+    assert log.positions == owner.acknowledged
+    assert log.seal is not None
+    assert log.seal.position.number == len(owner.acknowledged), "the first seal is behind the last object"
+
+
+def test_an_idle_owner_is_sealed_with_one_object(bucket: DeletableStore) -> None:
+    owner = BusyOwner(bucket)
+    owner.put(3)
+    assert sealed_by(bucket, 2) == (Position(1, 2), [])
+    assert len(log_positions(bucket, STORE, 1)) == 4
+
+
+class Died(Exception):
+    """The sealer."""
+
+
+@pytest.mark.parametrize("dies_at", range(1, 14))
+def test_a_sealer_that_dies_at_any_request_leaves_the_rest_to_the_next(bucket: DeletableStore, dies_at: int) -> None:
+    owner = BusyOwner(bucket)
+    owner.put(1)
+    known = read_object(bucket, STORE, Position(1, 0))[:2]
+
+    class Mortal(Crowded):
+        def __getattr__(self, name: str) -> Any:
+            if self.requests + 1 == dies_at:
+                raise Died
+            return super().__getattr__(name)
+
+    with suppress(Died):
+        sealed_by(Mortal(owner, 3), 2, known)
+    acknowledged = len(owner.acknowledged)
+    last, passed = sealed_by(Crowded(owner, 3), 3, known)
+    owner.put(1)
+    assert owner.is_fenced
+    assert len(owner.acknowledged) >= acknowledged
+    assert last == owner.acknowledged[-1]
+    assert passed == owner.acknowledged[1:]
+    line = Line(bucket, list_archive(bucket, STORE))
+    assert line.epochs == [(1, range(len(owner.acknowledged)))]
+
+
+def test_of_two_sealers_the_higher_epoch_wins_and_both_agree_where_the_log_ends(bucket: DeletableStore) -> None:
+    owner = BusyOwner(bucket)
+    owner.put(1)
+    known = read_object(bucket, STORE, Position(1, 0))[:2]
+    other: list[Position] = []
+
+    class Overtaking(Crowded):
+        def __getattr__(self, name: str) -> Any:
+            if self.requests == 5 and not other:
+                other.append(sealed_by(Crowded(owner, 2), 3, known)[0])
+            return super().__getattr__(name)
+
+    with pytest.raises(StoreFenced, match="owner epoch 3"):
+        sealed_by(Overtaking(owner, 2), 2, known)
+    assert other == owner.acknowledged[-1:]
+
+
+def test_a_takeover_from_an_owner_with_busy_writers_ends_and_has_what_they_were_told(tmp_path: Path) -> None:
+    store = owner(tmp_path)
+    cart = store.kv("cart", create=True)
+    acknowledged: list[bytes] = []
+    begun = threading.Event()
+
+    def write(name: int) -> None:
+        for number in range(1_000_000):
+            key = b"%d-%d" % (name, number)
+            try:
+                cart.put(key, b"1")
+            except QuireError:
+                return
+            acknowledged.append(key)
+            begun.set()
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in range(4)]
+    for writer in writers:
+        writer.start()
+    assert begun.wait(60)
+    quire.restore(str(tmp_path / "bucket"), tmp_path / "successor", takeover=True)
+    for writer in writers:
+        writer.join(60)
+        assert not writer.is_alive(), "the deposed owner still acknowledges"
+    with quire.open(tmp_path / "successor") as successor:
+        there = {key for key, _ in successor.kv("cart").scan()}
+    assert set(acknowledged) <= there
+    with suppress(QuireError):
+        store.close()

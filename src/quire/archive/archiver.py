@@ -49,7 +49,7 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
-from quire.archive.log_reader import last_object
+from quire.archive.log_reader import owner_log, read_object
 from quire.archive.queue import Entry, Outgoing, PendingArtifact, PendingBase, Slot, bounded_queue
 from quire.archive.recorder import SPOOL, Recorder
 from quire.archive.sealing import begin_log, fenced_by
@@ -346,8 +346,12 @@ class Archiver:
     def _find_end(self) -> bool:
         """Where the log of this epoch ends, in the bucket; whether that is known now."""
         try:
-            last = last_object(self._objects(), self._store_id, self._epoch)
-            if last is None:
+            log = owner_log(self._objects(), self._store_id, self._epoch)
+            if log.seal is not None:
+                raise fenced_by(log.seal, log_key(self._store_id, log.seal.position))
+            if log.positions:
+                header, digest, _ = read_object(self._objects(), self._store_id, log.positions[-1])
+            else:
                 now_ms = self._clock.now_ms()
                 parent = begin_log(self._objects(), self._disk, self._root, self._store_id, self._epoch, now_ms)
         except (Unavailable, QuireError) as error:
@@ -360,12 +364,9 @@ class Archiver:
                     self._changed.wait(RETRY_SECONDS[2])
             return False
         number = 0
-        if last is None:
+        if not log.positions:
             self._parent, self._digest = parent
         else:
-            key, header, digest = last
-            if header.kind is Kind.SEAL:
-                raise fenced_by(header, key)
             number = header.position.number + 1
             self._digest = digest
             self._restorable, self._base = header.restorable, header.base

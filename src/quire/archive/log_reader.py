@@ -82,14 +82,31 @@ def log_positions(store: ObjectStore, store_id: str, epoch: int, *, after: Posit
     return positions
 
 
-def last_object(store: ObjectStore, store_id: str, epoch: int) -> tuple[str, Header, bytes] | None:
-    """(name, header, digest) of the last log object of an epoch; `None` if there is none."""
-    positions = log_positions(store, store_id, epoch)
-    if not positions:
-        return None
-    key = log_key(store_id, positions[-1])
+class OwnerLog(msgspec.Struct, frozen=True, kw_only=True):
+    """The log of an owner epoch, as it is listed."""
+
+    positions: list[Position]
+    """The objects that the owner has put."""
+    seal: Header | None
+    """The first seal behind them. One that leaves numbers out is a takeover under way (sealing.py): the owner may still use
+    those."""
+
+
+def owner_log(store: ObjectStore, store_id: str, epoch: int) -> OwnerLog:
+    """The log objects of an epoch, apart from its seals: an owner puts nothing behind one."""
+    positions, seal = log_positions(store, store_id, epoch), None
+    while positions and (header := header_of(store, store_id, positions[-1])).kind is Kind.SEAL:
+        seal = header
+        positions.pop()
+    return OwnerLog(positions=positions, seal=seal)
+
+
+def read_object(store: ObjectStore, store_id: str, position: Position) -> tuple[Header, bytes, list[AnyEvent]]:
+    """(header, digest, events) of a log object."""
+    key = log_key(store_id, position)
     data = store.get(key)
-    return key, decode_object(data, key)[0], hashlib.sha256(data).digest()
+    header, events = decode_object(data, key)
+    return header, hashlib.sha256(data).digest(), events
 
 
 def header_of(store: ObjectStore, store_id: str, position: Position) -> Header:
@@ -111,11 +128,9 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
     candidate: Position | None = None
     current = known[-1] if epoch is None else epoch
     while current:
-        positions = log_positions(store, store_id, current)
+        usable = owner_log(store, store_id, current).positions
         if candidate is not None:
-            positions = [position for position in positions if position <= candidate]
-        seals = 1 if positions and header_of(store, store_id, positions[-1]).kind is Kind.SEAL else 0
-        usable = positions[: len(positions) - seals]
+            usable = [position for position in usable if position <= candidate]
         if usable:
             number = _newest_not_after(store, store_id, usable, at_ms)
             if number is not None:

@@ -2,12 +2,20 @@
 
 The deposed owner meets a name that is taken, and is fenced before it acknowledges anything that its successor does not have.
 
+An owner that puts objects faster than the sealer reads them would win every number. So a sealer that has lost one puts a seal
+some numbers ahead, twice as many each time it loses: the owner uses its numbers in order, and stops there. Then the sealer
+goes on with the next number, reads what the owner has put until then, and seals the first number that the owner has not used.
+The log ends before its first seal; a later one is left alone.
+
+What is in the bucket if a takeover dies, and what comes next:
+  a seal ahead     the owner may use the numbers before it and is stopped there   the next takeover seals behind the last object
+  a seal           the log has its end                                             the next takeover goes on from there
+
 Threads: any. Raises what the object store raises, and `StoreFenced` where somebody else has taken over meanwhile.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -21,11 +29,10 @@ from quire.archive.format import (
     Kind,
     Position,
     decode_header,
-    decode_object,
     encode_object,
     log_key,
 )
-from quire.archive.log_reader import epochs, last_object
+from quire.archive.log_reader import epochs, owner_log, read_object
 from quire.archive.state_files import Origin, read_origin, write_origin
 from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
@@ -57,13 +64,11 @@ def seal(
     `known` the seal goes behind whatever is there.
     """
     header, digest = (None, NO_DIGEST) if known is None else known
-    if known is None and (last := last_object(store, store_id, epoch)) is not None:
-        _, header, digest = last
+    if known is None and (positions := owner_log(store, store_id, epoch).positions):
+        header, digest, _ = read_object(store, store_id, positions[-1])
+    lead, is_stopped = 0, False
     while True:
-        if header is not None and header.kind is Kind.SEAL:
-            return _sealed_already(header, successor)
         number = header.position.number + 1 if header is not None else 0
-        key = log_key(store_id, Position(epoch, number))
         ending = Header(
             kind=Kind.SEAL,
             position=Position(epoch, number),
@@ -74,25 +79,48 @@ def seal(
             base=header.base if header is not None else NONE,
             successor=successor,
         )
-
-        def is_ours(existing: ExistingObject) -> bool:
-            present = decode_header(existing.read_all(), existing.info.key)
-            return present.kind is Kind.SEAL and present.successor == successor
-
+        if lead and not is_stopped:
+            hit("archive.seal.ahead")
+            is_stopped = _put_seal(store, store_id, _ahead_of(ending, lead))
         hit("archive.seal.before")
-        try:
-            store.put(key, encode_object(ending, []), create_only=True, identity=is_ours)
-        except AlreadyExists:  # the owner was quicker
-            data = store.get(key)
-            following, events = decode_object(data, key)
-            if header is not None and following.parent_digest != digest:
-                raise Corruption("the archive's log is not one chain", hint=HELPED_BY, key=key) from None
-            header, digest = following, hashlib.sha256(data).digest()
-            if header.kind is not Kind.SEAL and overtaken is not None:
-                overtaken(header, digest, events)
-            continue
-        hit("archive.seal.put")
-        return ending.parent, digest
+        if _put_seal(store, store_id, ending):
+            hit("archive.seal.put")
+            return ending.parent, digest
+        # the owner was quicker, or another takeover
+        following, following_digest, events = read_object(store, store_id, ending.position)
+        if following.kind is Kind.SEAL:
+            if following.successor > successor:
+                raise _taken_over_by(following)
+            return ending.parent, digest
+        if header is not None and following.parent_digest != digest:
+            key = log_key(store_id, ending.position)
+            raise Corruption("the archive's log is not one chain", hint=HELPED_BY, key=key)
+        header, digest = following, following_digest
+        if overtaken is not None:
+            overtaken(header, digest, events)
+        lead = 2 * lead or 1
+
+
+def _ahead_of(ending: Header, lead: int) -> Header:
+    """A seal some numbers behind the last object that is known: what the owner puts before it is not known yet."""
+    number = ending.position.number + lead
+    position, parent = (Position(ending.position.epoch, at) for at in (number, number - 1))
+    return msgspec.structs.replace(ending, position=position, parent=parent, parent_digest=NO_DIGEST)
+
+
+def _put_seal(store: ObjectStore, store_id: str, ending: Header) -> bool:
+    """Whether this seal has its number now; else somebody else has it."""
+
+    def is_ours(existing: ExistingObject) -> bool:
+        present = decode_header(existing.read_all(), existing.info.key)
+        return present.kind is Kind.SEAL and present.successor == ending.successor
+
+    try:
+        key = log_key(store_id, ending.position)
+        store.put(key, encode_object(ending, []), create_only=True, identity=is_ours)
+    except AlreadyExists:
+        return False
+    return True
 
 
 def fenced_by(header: Header, key: str) -> StoreFenced:
@@ -102,14 +130,9 @@ def fenced_by(header: Header, key: str) -> StoreFenced:
     return StoreFenced(what, hint=hint, key=key, successor=f"{header.successor:08x}.00000000")
 
 
-def _sealed_already(header: Header, successor: int) -> tuple[Position, bytes]:
-    if header.successor > successor:
-        raise StoreFenced(
-            f"owner epoch {header.successor} has taken this store over",
-            hint="restore its archive, or write to it",
-            sealed=str(header.position),
-        )
-    return header.parent, header.parent_digest
+def _taken_over_by(header: Header) -> StoreFenced:
+    what = f"owner epoch {header.successor} has taken this store over"
+    return StoreFenced(what, hint="restore its archive, or write to it", sealed=str(header.position))
 
 
 def begin_log(
@@ -139,11 +162,10 @@ def begin_log(
 
 def _end_of(store: ObjectStore, store_id: str, epoch: int) -> tuple[Position, bytes]:
     """(position, digest) of the last log object of an epoch, its seal aside."""
-    last = last_object(store, store_id, epoch)
-    if last is None:
+    positions = owner_log(store, store_id, epoch).positions
+    if not positions:
         return Position(0, 0), NO_DIGEST
-    _, header, digest = last
-    return (header.parent, header.parent_digest) if header.kind is Kind.SEAL else (header.position, digest)
+    return positions[-1], read_object(store, store_id, positions[-1])[1]
 
 
 def note_parent(store: ObjectStore, disk: Disk, root: str, store_id: str, *, own: int, epoch: int) -> None:
@@ -172,7 +194,5 @@ def changes_elsewhere(store: ObjectStore, store_id: str, position: Position) -> 
 
 def missed(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:
     """The log objects of an epoch behind a position: what a directory restored to it does not have."""
-    last = last_object(store, store_id, position.epoch)
-    if last is not None:
-        end = last[1].position.number - (last[1].kind is Kind.SEAL)
-        yield from (Position(position.epoch, number) for number in range(position.number + 1, end + 1))
+    log = owner_log(store, store_id, position.epoch)
+    yield from (behind for behind in log.positions if behind > position)

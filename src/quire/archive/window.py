@@ -129,8 +129,8 @@ class Line:
         epoch, bound = max((number for number, there in listing.epochs.items() if there.logs), default=0), NONE
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
             numbers = _last_run(listing.epochs[epoch].logs, bound)
-            if numbers and self.header(epoch, numbers[-1]).kind is Kind.SEAL:
-                numbers = numbers[:-1]
+            while numbers and self.header(epoch, numbers[-1]).kind is Kind.SEAL:  # several, of a takeover that was hard
+                numbers = _last_run(listing.epochs[epoch].logs, numbers[-1] - 1)
             self.epochs.append((epoch, numbers))
             if not numbers or numbers[0]:
                 break

@@ -48,7 +48,7 @@ from quire.archive.format import (
     log_key,
     parse_archive_key,
 )
-from quire.archive.log_reader import epochs, last_object
+from quire.archive.log_reader import epochs, owner_log, read_object
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
@@ -228,15 +228,15 @@ class _Log:
         self._parent = Position(0, 0)
         self.next = Position(epoch, 0)
         """The object that is put next, or is held back."""
-        if (last := last_object(place, store_id, epoch)) is not None:
-            _, header, self._digest = last
+        if positions := owner_log(place, store_id, epoch).positions:
+            header, self._digest, _ = read_object(place, store_id, positions[-1])
             self._parent, self._restorable, self._base = header.position, header.restorable, header.base
             self._at_ms = header.at_ms
             self.next = Position(epoch, header.position.number + 1)
         else:  # the last backup before a takeover, if there is one: --at finds earlier ones through it
             before = max((earlier for earlier in epochs(place, store_id) if earlier < epoch), default=0)
-            if before and (last := last_object(place, store_id, before)) is not None:
-                _, header, self._digest = last
+            if before and (positions := owner_log(place, store_id, before).positions):
+                header, self._digest, _ = read_object(place, store_id, positions[-1])
                 self._parent = header.position
 
     def add(self, events: list[AnyEvent]) -> None:
@@ -244,7 +244,7 @@ class _Log:
         if self._held is not None:
             self._put(self._restorable, self._base)
         self._held = events
-        self._at_ms = max(self._at_ms, self._clock.now_ms())  # of one epoch, clocks do not go back (chain.find)
+        self._at_ms = max(self._at_ms, self._clock.now_ms())  # of one epoch, clocks do not go back (log_reader.find)
         if any(isinstance(event, BaseEvent) for event in events):
             self._new_base = self.next.number
 
