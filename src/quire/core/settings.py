@@ -240,6 +240,23 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names the HTTP side is reached by, beside localhost and addresses: a name that is not listed is refused."""
     http_sample_seconds: float = 10.0
     """How often the dashboard remembers how many segments are in which state."""
+    sql_threads: int = 16
+    """Threads that run SQL of other programs; none of them ever waits for a lock."""
+    sql_streams_max: int = 512
+    """Streams of SQL at once, each with a connection of its own …"""
+    sql_database_streams_max: int = 256
+    """… and those of one database."""
+    sql_idle_seconds: float = 10.0
+    """A stream that nobody uses is closed after this long."""
+    sql_transaction_seconds: float = 5.0
+    """A transaction in which nothing is done is rolled back after this long: it may hold the lock to write."""
+    sql_lock_seconds: float = 7.5
+    """How long a statement waits for the lock before it is answered with `SQLITE_BUSY`."""
+    sql_answer_rows_max: int = 1_000_000
+    sql_answer_bytes_max: int = 32 * MIB
+    """Of one answer; a cursor has neither limit."""
+    sql_default_database: str = "default"
+    """The database of clients that name none, made when it is first used; empty: they are refused."""
 
     def __post_init__(self) -> None:
         _require(min(self.calls_max, self.waits_max, self.streams_max) >= 1, "service: limits must be positive")
@@ -262,6 +279,16 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "service.http_events_max lies in [1, http_connections_max)",
         )
         _require(self.http_sample_seconds > 0, "service.http_sample_seconds must be positive")
+        _require(1 <= self.sql_threads <= 256, "service.sql_threads lies in [1, 256]")
+        _require(
+            1 <= self.sql_database_streams_max <= self.sql_streams_max,
+            "service.sql_database_streams_max lies in [1, sql_streams_max]",
+        )
+        times = (self.sql_idle_seconds, self.sql_transaction_seconds, self.sql_lock_seconds)
+        _require(min(times) > 0, "service: times of SQL streams must be positive")
+        _require(
+            min(self.sql_answer_rows_max, self.sql_answer_bytes_max) >= 1, "service: limits of answers must be positive"
+        )
 
 
 class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -76,7 +76,16 @@ class StoreApi(Protocol):
         compression: str = "",
     ) -> DatabaseInfo: ...
 
-    def sqlite(self, name: str, *, create: bool = False, timeout: float = 5.0) -> Any: ...
+    def sqlite(
+        self,
+        name: str,
+        *,
+        at: Any = None,
+        create: bool = False,
+        fork_of: str | None = None,
+        fork_at: Any = None,
+        timeout: float = 5.0,
+    ) -> Any: ...
 
     def stream(self, name: str, *, create: bool = False) -> Any: ...
 

@@ -33,6 +33,7 @@ from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.framemap import FrameMap, Regions
 from quire.pages.snapshot import Snapshot
+from quire.pages.transaction import PageGuard
 from quire.pages.view import ViewReader
 from quire.sqlite.databases import SharedDatabase, reader_tags
 from quire.sqlite.files import PageReader, ReadOnlyFile
@@ -52,6 +53,20 @@ CACHE_KIB = 65_536
 Connection = apsw.Connection
 At = str | int | Epoch | datetime
 """A snapshot's name, an lsn, an epoch, or a time with its zone."""
+
+
+_live_files: weakref.WeakKeyDictionary[Connection, LiveFile] = weakref.WeakKeyDictionary()
+"""The main database of each connection that writes."""
+
+
+def take_unsynced(connection: Connection) -> PageGuard | None:
+    """The last commit of a connection that did not wait for the disk (`PRAGMA synchronous` below FULL), to be waited for once
+    for all commits before it. None if there was none since the last call."""
+    file = _live_files.get(connection)
+    if file is None:
+        return None
+    guard, file.unsynced = file.unsynced, None
+    return guard
 
 
 class SqliteDatabases:
@@ -135,6 +150,7 @@ class SqliteDatabases:
             raise
         if self._opened.file is not None and (file := self._opened.file()) is not None:
             file.connection = weakref.ref(connection)
+            _live_files[connection] = file
         connection.set_busy_timeout(int(timeout * 1000))
         if (barrier := self._manifest.barrier) is not None and not read_only:
             _wait_after_commits(connection, barrier)

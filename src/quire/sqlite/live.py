@@ -35,7 +35,7 @@ from quire.sqlite.vfs import apsw_error, commit_error, sqlite_error
 
 if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore
-    from quire.pages.transaction import WriteTxn
+    from quire.pages.transaction import PageGuard, WriteTxn
     from quire.sqlite.vfs import QuireVfs
 
 ROOM_SECONDS = 10.0
@@ -64,6 +64,8 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._size_pages = 0
         """Of the transaction, while there is one."""
         self.synchronous = pragmas.FULL
+        self.unsynced: PageGuard | None = None
+        """The last commit that did not wait for the disk; those before it are durable with it, the log has one order."""
         self.connection: Callable[[], apsw.Connection | None] = _unknown
         """Whose main database this is; set by who opened it."""
         self._adopt()
@@ -289,6 +291,8 @@ class LiveFile(DatabaseFile[ReadPin]):
                 wal.until(guard.lsn)
                 if wal.barrier is not None:
                     wal.barrier.note()  # waiting is for the end of the statement: an error here would read as a rollback
+            else:
+                self.unsynced = guard
         except BaseException as error:  # an interrupt too: SQLite must hear of no other kind of failure here
             txn.rollback()
             self._drop()

@@ -1,0 +1,131 @@
+"""A pipeline with an idempotency key is done once, however often it is sent, also when the server is killed in between.
+
+The pipeline is one transaction: key and answer are written by the very transaction that has its effects, into the table
+`quire_idempotency` of the same database. So no crash leaves one without the other, and no second log has to agree with the
+first ([048](../../../docs/decisions/048-keys-of-pipelines.md)). A repeat finds the key and is given the first answer. A key
+belongs to its pipeline: with another one it is refused. Keys are kept for a day.
+
+A client's own BEGIN, COMMIT and ROLLBACK inside are savepoints of that transaction. A pipeline in which every request failed
+leaves neither effects nor a key, and may be sent again.
+
+Threads: as a session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+
+from quire.durable.failpoints import hit
+from quire.service.sql import protocol as p
+from quire.service.sql.session import SqlSession, Work
+from quire.sqlite.statements import RunningStatement, SqlValue, StatementFailed, first_word
+
+TABLE = "quire_idempotency"
+KEEP_MS = 24 * 3600 * 1000
+ANSWER_BYTES_MAX = 1 << 20
+KEY_CHARACTERS_MAX = 128
+FORGET_ROWS = 64
+"""Old keys that leave with each new one."""
+
+_CREATE = (
+    f"create table if not exists {TABLE}"
+    "(key text primary key, digest blob not null, answer blob not null, at_ms integer not null) without rowid"
+)
+_INDEX = f"create index if not exists {TABLE}_at_ms on {TABLE}(at_ms)"
+_FORGET = (
+    f"delete from {TABLE} where key in (select key from {TABLE} where at_ms < ? order by at_ms limit {FORGET_ROWS})"
+)
+_TO_SAVEPOINT = re.compile(r"\s*rollback\b.*\bto\b", re.IGNORECASE | re.DOTALL)
+_NESTED = "quire_client"
+
+
+class NestedSession(SqlSession):
+    """A session inside a transaction of ours: the client's transactions are savepoints."""
+
+    _is_nested = False
+
+    @property
+    def is_autocommit(self) -> bool:
+        """Whether the client is in no transaction."""
+        return not self._is_nested
+
+    def _begin(self, sql: str, bindings: Sequence[SqlValue]) -> Work[RunningStatement]:
+        word = first_word(sql)
+        if word == "begin":
+            if self._is_nested:
+                raise StatementFailed("cannot start a transaction within a transaction", "SQLITE_ERROR")
+            sql, self._is_nested = f"savepoint {_NESTED}", True
+        elif word in ("commit", "end", "rollback") and not _TO_SAVEPOINT.match(sql):
+            if not self._is_nested:
+                raise StatementFailed(f"cannot {word} - no transaction is active", "SQLITE_ERROR")
+            if word == "rollback":
+                yield from super()._begin(f"rollback to {_NESTED}", ())
+            sql, self._is_nested = f"release {_NESTED}", False
+        return (yield from super()._begin(sql, bindings))
+
+    def close_nested(self) -> Work[None]:
+        """Roll back what the client left open."""
+        if self._is_nested:
+            yield from self._begin("rollback", ())
+
+
+def keyed_pipeline(
+    session: SqlSession, key: str, requests: Sequence[p.StreamRequest], now_ms: Callable[[], int]
+) -> Work[bytes]:
+    """The encoded answer to a pipeline that is done once."""
+    if not 1 <= len(key) <= KEY_CHARACTERS_MAX:
+        raise StatementFailed(f"an idempotency key has 1 to {KEY_CHARACTERS_MAX} characters", "IDEMPOTENCY_KEY_INVALID")
+    digest = hashlib.sha256(p.encode(requests)).digest()
+    yield from session.execute("begin immediate")
+    if (kept := _kept(session, key, now_ms())) is not None:
+        session.runner.rollback()
+        if kept[0] != digest:
+            raise StatementFailed("this idempotency key belongs to another pipeline", "IDEMPOTENCY_KEY_REUSED")
+        return kept[1]
+    nested = NestedSession(session.runner, session.limits, session.sqls)
+    results = []
+    for request in requests:
+        results.append((yield from nested.answer(request)) if not isinstance(request, p.CloseRequest) else _CLOSED)
+        hit("sql.keyed_request")
+    answer = p.encode(p.PipelineAnswer(None, None, results))
+    if session.is_autocommit:  # an error has ended the whole transaction: nothing of it is there
+        return answer
+    yield from nested.close_nested()
+    if not any(isinstance(result, p.StreamOk) and result is not _CLOSED for result in results):
+        session.runner.rollback()
+        return answer
+    yield from _keep(session, key, digest, answer, now_ms())
+    hit("sql.keyed_commit")
+    yield from session.execute("commit")
+    return answer
+
+
+_CLOSED = p.StreamOk(p.PlainResponse("close"))
+
+
+def _kept(session: SqlSession, key: str, now_ms: int) -> tuple[bytes, bytes] | None:
+    """(digest, answer) of a pipeline that was done."""
+    runner = session.runner
+    there = runner.run("select 1 from sqlite_schema where type = 'table' and name = ?", (TABLE,)).rows(1)
+    if not there:
+        return None
+    query = f"select digest, answer from {TABLE} where key = ? and at_ms >= ?"
+    rows = runner.run(query, (key, now_ms - KEEP_MS)).rows(2)
+    return (bytes(rows[0][0]), bytes(rows[0][1])) if rows else None  # type: ignore[arg-type]  # blobs, by the table
+
+
+def _keep(session: SqlSession, key: str, digest: bytes, answer: bytes, now_ms: int) -> Work[None]:
+    if len(answer) > ANSWER_BYTES_MAX:
+        session.runner.rollback()
+        what = f"the answer is larger than {ANSWER_BYTES_MAX:,} bytes, and cannot be kept with an idempotency key"
+        raise StatementFailed(f"{what}: nothing was done", "RESPONSE_TOO_LARGE")
+    statements: list[tuple[str, tuple[SqlValue, ...]]] = [
+        (_CREATE, ()),
+        (_INDEX, ()),
+        (_FORGET, (now_ms - KEEP_MS,)),
+        (f"insert or replace into {TABLE} values (?, ?, ?, ?)", (key, digest, answer, now_ms)),
+    ]
+    for sql, bindings in statements:
+        yield from session.execute(sql, bindings)

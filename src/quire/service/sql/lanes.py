@@ -1,0 +1,204 @@
+"""One-shot pipelines that write, of many clients, to one database: one connection, one after the other, one sync for a group.
+
+Most programs send a single INSERT or a batch that begins and commits. Each on a connection of its own would be a thread that
+waits for the turn to write, and one more that waits for the disk. Here those that wait are run by one thread as a *group*,
+without waiting for the disk in between; then one sync makes them all durable, and only then are they answered. The next group
+runs during that sync, as the page engine allows (P7).
+
+Each pipeline is by itself: its own transactions, its own errors; what it leaves open is rolled back before the next one. A
+pipeline that finds the database locked by somebody else waits with its group at the database's queue, and gives up when its
+own time is over.
+
+What is on disk
+  group is run       appended to the WAL, not synced: a crash loses some or all of its last transactions, none was answered
+  group is synced    every transaction of the group is durable
+  answers            are sent after it
+
+Threads: the event loop's, but for `_run_group` and `_sync`, which run one at a time in threads of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from quire.core.errors import Overloaded
+from quire.durable.failpoints import hit
+from quire.pages.transaction import PageGuard
+from quire.service.sql.pool import ConnectionPool, SqlConnection, SqlTarget
+from quire.service.sql.session import SqlSession, Work
+from quire.service.sql.threads import LockQueue, LockWait, SqlThreads, advance, give_up
+from quire.sqlite.connect import take_unsynced
+
+GROUP_MAX = 64
+"""Pipelines of a group: those behind it would wait for all of them."""
+WAITING_MAX = 4_096
+"""Pipelines of one database that may wait; more are refused."""
+SYNCS_MAX = 2
+"""Groups whose sync is under way: more would only have syncs of their own (P7)."""
+
+Pipeline = Callable[[SqlSession], Work[bytes]]
+"""What a one-shot does with a session; its result is the encoded answer."""
+
+
+class _LaneJob:
+    __slots__ = ("answer", "deadline", "error", "future", "pipeline")
+
+    def __init__(self, pipeline: Pipeline, future: asyncio.Future[bytes], deadline: float) -> None:
+        self.pipeline = pipeline
+        self.future = future
+        self.deadline = deadline
+        self.answer = b""
+        self.error: BaseException | None = None
+
+
+class WriterLane:
+    """The writer of one database for one-shots."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        threads: SqlThreads,
+        queue: LockQueue,
+        target: SqlTarget,
+        wait_seconds: float,
+    ) -> None:
+        # constant after construction
+        self._pool = pool
+        self._threads = threads
+        self._queue = queue
+        self._target = target
+        self._wait_seconds = wait_seconds
+        # the loop's
+        self._waiting: deque[_LaneJob] = deque()
+        self._runner: asyncio.Task[None] | None = None
+        self._syncs: set[asyncio.Task[None]] = set()
+        # of the thread that runs a group, and the loop's in between
+        self._connection: SqlConnection | None = None
+        self._work: Work[bytes] | None = None
+        self._guard: PageGuard | None = None
+        """The last commit of the group."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody needs it."""
+        return self._runner is None and not self._waiting and not self._syncs
+
+    async def run(self, pipeline: Pipeline) -> bytes:
+        """Run a one-shot; its answer, once it is durable."""
+        if len(self._waiting) >= WAITING_MAX:
+            raise Overloaded("too many writes wait for this database", hint="send fewer at once, or larger batches")
+        loop = asyncio.get_running_loop()
+        job = _LaneJob(pipeline, loop.create_future(), loop.time() + self._wait_seconds)
+        self._waiting.append(job)
+        if self._runner is None:
+            self._runner = loop.create_task(self._serve())
+        return await asyncio.shield(job.future)  # it is run, whether or not somebody still waits for it
+
+    async def _serve(self) -> None:
+        try:
+            while self._waiting:
+                if len(self._queue):  # streams wait for the lock: it is their turn
+                    await self._queue.wait(0.02)
+                group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP_MAX))]
+                await self._run(group)
+        finally:
+            self._runner = None
+            self._queue.wake()
+
+    async def _run(self, group: list[_LaneJob]) -> None:
+        done = 0
+        wait: LockWait | None = None
+        while done < len(group):
+            is_over = wait is not None and not await wait.pause()
+            try:
+                count = await self._threads.call(partial(self._run_group, group[done:], is_over))
+            except BaseException as error:  # no connection: nothing of these was run
+                for job in group[done:]:
+                    job.error = error
+                break
+            if count:  # the one at which it stopped has a time of its own
+                done, wait = done + count, None
+                self._queue.wake()
+            if done < len(group) and wait is None:
+                wait = LockWait(self._queue, group[done].deadline)
+        guard, self._guard = self._guard, None
+        await self._answer_later(group, guard)
+
+    async def _answer_later(self, group: list[_LaneJob], guard: PageGuard | None) -> None:
+        while len(self._syncs) >= SYNCS_MAX:
+            await asyncio.wait(self._syncs, return_when=asyncio.FIRST_COMPLETED)
+        task = asyncio.get_running_loop().create_task(self._sync_and_answer(group, guard))
+        self._syncs.add(task)
+        task.add_done_callback(self._syncs.discard)
+
+    async def _sync_and_answer(self, group: list[_LaneJob], guard: PageGuard | None) -> None:
+        failure: BaseException | None = None
+        try:
+            if guard is not None:
+                await self._threads.call(partial(_sync, guard))
+        except BaseException as error:
+            failure = error
+        for job in group:
+            if job.future.done():
+                continue
+            if (problem := job.error or failure) is not None:
+                job.future.set_exception(problem)
+                job.future.exception()  # somebody may have left
+            else:
+                job.future.set_result(job.answer)
+
+    # ── in a thread ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _run_group(self, group: list[_LaneJob], is_over: bool) -> int:
+        """Run pipelines, one after the other, up to one that needs a lock; how many are done. With `is_over` the first one
+        has waited for long enough."""
+        step = give_up if is_over else advance
+        if (
+            self._connection is not None
+            and self._work is None
+            and self._pool.find(self._target) != self._connection.db_id
+        ):
+            self.close()  # another database has its name now
+        for number, job in enumerate(group):
+            connection = self._connection or self._open()
+            if self._work is None:
+                self._work = job.pipeline(self._pool.session_on(connection))
+            try:
+                is_done, value = step(self._work)
+                if not is_done:
+                    return number
+                job.answer = value
+                connection.runner.forget()
+            except Exception as error:
+                job.error = error
+                connection.is_clean = False
+            self._work, step = None, advance
+            self._guard = take_unsynced(connection.runner.connection) or self._guard
+            if not connection.is_clean:
+                self._connection = None
+                connection.close()
+        hit("sql.lane.run")
+        return len(group)
+
+    def _open(self) -> SqlConnection:
+        connection = self._connection = self._pool.take_unsynced(self._target)
+        return connection
+
+    async def finish(self) -> None:
+        """Return when everything that was asked for is answered."""
+        while not self.is_idle:
+            await asyncio.wait([task for task in (self._runner, *self._syncs) if task is not None])
+
+    def close(self) -> None:
+        """Let go of the connection; nobody may be using the lane."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _sync(guard: PageGuard) -> None:
+    """Wait until a commit, and those before it, are durable here and, where a call waits for it, in the archive."""
+    guard.result()
+    hit("sql.lane.synced")

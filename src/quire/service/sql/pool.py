@@ -1,0 +1,205 @@
+"""Connections of remote programs to the databases of a store, and which of them may be used again (W2).
+
+A connection is used again only if nothing of its last program is left on it: the policy of remote SQL has seen no temporary
+object, no ATTACH and no pragma that was set; an open transaction is rolled back, and `last_insert_rowid` is 0 again. It keeps
+its pages: a small cache, because a server has hundreds of connections where a program has a few.
+
+Threads: any; a connection belongs to one at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
+from quire.pages.catalog import find_database
+from quire.service.api import StoreApi
+from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
+from quire.sqlite.statements import StatementRunner
+
+CACHE_KIB = 4_096
+"""Pages that a remote connection keeps: with SQLite's 64 MiB of a local one, 500 that have scanned a table would take 34 GB."""
+IDLE_MAX, IDLE_SECONDS = 64, 10.0
+"""Connections that wait to be used again, over all databases, and for how long."""
+_LSN = re.compile(r"[0-9]{1,20}")
+
+
+@dataclass(frozen=True, slots=True)
+class SqlTarget:
+    """A database, or a version of it, as a client names it: `shop`, `shop@monday`, `shop@4711`, `shop@2026-01-31T12:00Z`."""
+
+    name: str
+    version: str = ""
+    writable: bool = True
+
+    @classmethod
+    def parse(cls, text: str, *, writable: bool = True) -> SqlTarget:
+        """
+        >>> SqlTarget.parse("shop@monday")
+        SqlTarget(name='shop', version='monday', writable=False)
+        """
+        name, sign, version = text.partition("@")
+        if not name or (sign and not version):
+            raise InvalidInput("a database is named as in shop or shop@monday", name=text[:80])
+        return cls(name, version, writable and not version)
+
+
+class SqlConnection:
+    """A connection that a stream may use. Made by the pool."""
+
+    __slots__ = ("db_id", "idle_since", "is_clean", "runner", "target")
+
+    def __init__(self, runner: StatementRunner, target: SqlTarget, db_id: int) -> None:
+        self.runner = runner
+        self.target = target
+        self.db_id = db_id
+        self.idle_since = 0.0
+        self.is_clean = True
+
+    def close(self) -> None:
+        """Close it; what was not committed is lost."""
+        self.runner.close()
+
+
+class ConnectionPool:
+    """All connections of remote programs."""
+
+    def __init__(self, store: StoreApi, limits: AnswerLimits, default_database: str = "") -> None:
+        # constant after construction
+        self._store = store
+        self._limits = limits
+        self._default = default_database
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[int, str, bool], list[SqlConnection]] = {}
+        self._idle_count = 0
+        self.opened = 0
+        self.closed = False
+
+    def take(self, target: SqlTarget) -> SqlConnection:
+        """A connection for a stream; opens one if none waits."""
+        db_id = self.find(target)
+        with self._lock:
+            waiting = self._idle.get((db_id, target.version, target.writable))
+            if waiting:
+                self._idle_count -= 1
+                return waiting.pop()
+        return self._open(target, db_id)
+
+    def take_unsynced(self, target: SqlTarget) -> SqlConnection:
+        """A connection whose commits do not wait for the disk: whoever uses it waits for them before it answers."""
+        return self._open(target, self.find(target), synchronous="NORMAL")
+
+    def give(self, connection: SqlConnection) -> None:
+        """A stream needs it no more."""
+        if not connection.is_clean or self.closed or not self._forgets(connection):
+            connection.close()
+            return
+        target = connection.target
+        connection.idle_since = time.monotonic()
+        with self._lock:
+            if self._idle_count < IDLE_MAX:
+                self._idle_count += 1
+                self._idle.setdefault((connection.db_id, target.version, target.writable), []).append(connection)
+                return
+        connection.close()
+
+    @staticmethod
+    def _forgets(connection: SqlConnection) -> bool:
+        try:
+            connection.runner.forget()
+        except Exception:
+            return False  # its database was closed or lost: the next one begins anew, and is told why
+        return True
+
+    @contextmanager
+    def session(self, target: SqlTarget, sqls: StoredSqls | None = None) -> Iterator[SqlSession]:
+        """A connection for the length of a block."""
+        connection = self.take(target)
+        try:
+            yield self.session_on(connection, sqls)
+        finally:
+            self.give(connection)
+
+    def session_on(self, connection: SqlConnection, sqls: StoredSqls | None = None) -> SqlSession:
+        """A session on a connection."""
+        return SqlSession(connection.runner, self._limits, sqls)
+
+    def sweep(self, now: float | None = None) -> None:
+        """Close what was idle for long: an idle database has no connection, and no version is held for nobody."""
+        before = (time.monotonic() if now is None else now) - IDLE_SECONDS
+        old: list[SqlConnection] = []
+        with self._lock:
+            for key, waiting in [*self._idle.items()]:
+                old += [connection for connection in waiting if connection.idle_since <= before]
+                if left := [connection for connection in waiting if connection.idle_since > before]:
+                    self._idle[key] = left
+                else:
+                    del self._idle[key]
+            self._idle_count -= len(old)
+        for connection in old:
+            connection.close()
+
+    def close(self) -> None:
+        """Close all that wait; those that are given back later are closed then."""
+        self.closed = True
+        self.sweep(float("inf"))
+
+    # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def find(self, target: SqlTarget) -> int:
+        """The id of a database; the default one is made if it is not there."""
+        try:
+            with self._store.manifest.read() as txn:
+                return find_database(txn, target.name)[0]
+        except UnknownDatabase:
+            if target.name != self._default or not target.writable:
+                raise
+        self._store.sqlite(target.name, create=True).close()  # the one that clients mean who name none
+        return self.find(target)
+
+    def _open(self, target: SqlTarget, db_id: int, *, synchronous: str = "FULL") -> SqlConnection:
+        connection = self._connect(target)
+        try:
+            connection.pragma("cache_size", -CACHE_KIB)
+            connection.pragma("synchronous", synchronous)
+            if not target.writable:
+                connection.pragma("query_only", True)
+            runner = StatementRunner(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self.opened += 1
+        return SqlConnection(runner, target, db_id)
+
+    def _connect(self, target: SqlTarget) -> Any:
+        if not target.version:
+            return self._store.sqlite(target.name, timeout=0)
+        try:
+            return self._store.sqlite(target.name, at=target.version, timeout=0)
+        except NotFound:
+            moment = moment_of(target.version)
+            if moment is None:
+                raise
+        return self._store.sqlite(target.name, at=moment, timeout=0)
+
+
+def moment_of(version: str) -> int | datetime | None:
+    """What a version names that is no snapshot: an lsn or a time; without a zone it is UTC.
+
+    >>> moment_of("4711"), moment_of("2026-01-31T12:00"), moment_of("monday")
+    (4711, datetime.datetime(2026, 1, 31, 12, 0, tzinfo=datetime.timezone.utc), None)
+    """
+    if _LSN.fullmatch(version):
+        return int(version)
+    try:
+        moment = datetime.fromisoformat(version)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

@@ -1,0 +1,607 @@
+"""Hrana, the protocol of libSQL's clients, in JSON: requests and answers of versions 1, 2 and 3 as values.
+
+HTTP (a pipeline of requests on one stream) and WebSocket (many streams, requests with numbers) carry the same requests; the
+versions differ in which of them exist, and every answer of an older version is a part of the newer one's. What clients send
+is decoded by type: anything else is refused with the place of the mistake. Fields may be `null` where they may be missing.
+
+Integers travel as text, because JavaScript's numbers end at 2^53; blobs as base64, without padding, and with it if a client
+sends it; a float that is not finite is null, because JSON has none (W3).
+
+Executor-safe; pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.core.errors import InvalidInput
+from quire.sqlite.statements import ARGS_INVALID, SqlValue, StatementFailed
+
+INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 63) - 1
+CONDITION_DEPTH_MAX = 64
+"""Conditions of a batch step inside each other."""
+
+
+# ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class WireNull(msgspec.Struct, frozen=True, tag_field="type", tag="null", gc=False):
+    """NULL."""
+
+
+class WireInteger(msgspec.Struct, frozen=True, tag_field="type", tag="integer", gc=False):
+    """A 64-bit integer."""
+
+    value: str | int
+
+
+class WireFloat(msgspec.Struct, frozen=True, tag_field="type", tag="float", gc=False):
+    """A float."""
+
+    value: float
+
+
+class WireText(msgspec.Struct, frozen=True, tag_field="type", tag="text", gc=False):
+    """Text."""
+
+    value: str
+
+
+class WireBlob(msgspec.Struct, frozen=True, tag_field="type", tag="blob", gc=False):
+    """Bytes."""
+
+    base64: str
+
+
+WireValue = WireNull | WireInteger | WireFloat | WireText | WireBlob
+NULL = WireNull()
+
+
+def decode_value(value: WireValue) -> SqlValue:
+    """A value of a client as SQLite takes it.
+
+    >>> decode_value(WireInteger("-5")), decode_value(WireBlob("AAE")), decode_value(WireBlob("AAE="))
+    (-5, b'\\x00\\x01', b'\\x00\\x01')
+    """
+    match value:
+        case WireNull():
+            return None
+        case WireInteger(value=text):
+            return _integer(text)
+        case WireFloat(value=number) | WireText(value=number):
+            return number
+        case WireBlob(base64=text):
+            return _blob(text)
+
+
+def _integer(text: str | int) -> int:
+    try:
+        number = int(text) if len(str(text)) <= 20 else INTEGER_MAX + 1
+    except ValueError:
+        raise StatementFailed(f"{text!r} is no integer", ARGS_INVALID) from None
+    if not INTEGER_MIN <= number <= INTEGER_MAX:
+        raise StatementFailed("an integer has 64 bits", ARGS_INVALID)
+    return number
+
+
+def _blob(text: str) -> bytes:
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise StatementFailed("a blob is sent as base64", ARGS_INVALID) from None
+
+
+def encode_value(value: SqlValue) -> WireValue:
+    """A value of SQLite's as clients read it.
+
+    >>> encode_value(7), encode_value(float("inf")), encode_value(b"1")
+    (WireInteger(value='7'), WireNull(), WireBlob(base64='MQ'))
+    """
+    return _ENCODERS[type(value)]([value])[0]
+
+
+def _integers(column: Sequence[Any]) -> list[WireValue]:
+    return [*map(WireInteger, map(str, column))]
+
+
+def _floats(column: Sequence[Any]) -> list[WireValue]:
+    return [WireFloat(value) if math.isfinite(value) else NULL for value in column]
+
+
+def _blobs(column: Sequence[Any]) -> list[WireValue]:
+    return [WireBlob(base64.b64encode(value).rstrip(b"=").decode("ascii")) for value in column]
+
+
+def _texts(column: Sequence[Any]) -> list[WireValue]:
+    return [*map(WireText, column)]
+
+
+def _nulls(column: Sequence[Any]) -> list[WireValue]:
+    return [NULL] * len(column)
+
+
+_ENCODERS = {int: _integers, float: _floats, str: _texts, bytes: _blobs, type(None): _nulls}
+
+
+def encode_rows(rows: Sequence[Sequence[SqlValue]]) -> list[tuple[WireValue, ...]]:
+    """Rows as clients read them. By column: most have one type, and then no Python runs for a value (W9)."""
+    columns: list[list[WireValue]] = []
+    for column in zip(*rows):
+        kinds = {*map(type, column)}
+        if len(kinds) == 1:
+            columns.append(_ENCODERS[kinds.pop()](column))
+        else:
+            columns.append([_ENCODERS[type(value)]((value,))[0] for value in column])
+    return [*zip(*columns)]
+
+
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class NamedArgument(msgspec.Struct, frozen=True):
+    """An argument of a parameter with a name."""
+
+    name: str
+    value: WireValue
+
+
+class WireStatement(msgspec.Struct, frozen=True):
+    """A statement and its arguments."""
+
+    sql: str | None = None
+    sql_id: int | None = None
+    args: list[WireValue] | None = None
+    named_args: list[NamedArgument] | None = None
+    want_rows: bool | None = None
+
+
+class CondOk(msgspec.Struct, frozen=True, tag_field="type", tag="ok"):
+    """The step was executed."""
+
+    step: int
+
+
+class CondError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """The step failed, or was skipped (W3)."""
+
+    step: int
+
+
+class CondNot(msgspec.Struct, frozen=True, tag_field="type", tag="not"):
+    """The opposite."""
+
+    cond: WireCondition
+
+
+class CondAnd(msgspec.Struct, frozen=True, tag_field="type", tag="and"):
+    """All of them."""
+
+    conds: list[WireCondition]
+
+
+class CondOr(msgspec.Struct, frozen=True, tag_field="type", tag="or"):
+    """One of them."""
+
+    conds: list[WireCondition]
+
+
+class CondIsAutocommit(msgspec.Struct, frozen=True, tag_field="type", tag="is_autocommit"):
+    """The stream is in no transaction."""
+
+
+WireCondition = CondOk | CondError | CondNot | CondAnd | CondOr | CondIsAutocommit
+
+
+class BatchStep(msgspec.Struct, frozen=True):
+    """A statement, and when it is to be executed."""
+
+    stmt: WireStatement
+    condition: WireCondition | None = None
+
+
+class WireBatch(msgspec.Struct, frozen=True):
+    """Statements that are sent together."""
+
+    steps: list[BatchStep]
+
+
+class ExecuteRequest(msgspec.Struct, frozen=True, tag_field="type", tag="execute"):
+    """Execute a statement."""
+
+    stmt: WireStatement
+    stream_id: int = 0
+
+
+class BatchRequest(msgspec.Struct, frozen=True, tag_field="type", tag="batch"):
+    """Execute a batch."""
+
+    batch: WireBatch
+    stream_id: int = 0
+
+
+class SequenceRequest(msgspec.Struct, frozen=True, tag_field="type", tag="sequence"):
+    """Execute a script; its rows are dropped."""
+
+    sql: str | None = None
+    sql_id: int | None = None
+    stream_id: int = 0
+
+
+class DescribeRequest(msgspec.Struct, frozen=True, tag_field="type", tag="describe"):
+    """Say what a statement is."""
+
+    sql: str | None = None
+    sql_id: int | None = None
+    stream_id: int = 0
+
+
+class StoreSqlRequest(msgspec.Struct, frozen=True, tag_field="type", tag="store_sql"):
+    """Keep a text under a number."""
+
+    sql_id: int
+    sql: str
+
+
+class CloseSqlRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close_sql"):
+    """Forget it."""
+
+    sql_id: int
+
+
+class GetAutocommitRequest(msgspec.Struct, frozen=True, tag_field="type", tag="get_autocommit"):
+    """Whether the stream is in no transaction."""
+
+    stream_id: int = 0
+
+
+class CloseRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close"):
+    """Close the stream of a pipeline."""
+
+
+StreamRequest = (
+    ExecuteRequest
+    | BatchRequest
+    | SequenceRequest
+    | DescribeRequest
+    | StoreSqlRequest
+    | CloseSqlRequest
+    | GetAutocommitRequest
+    | CloseRequest
+)
+
+
+class PipelineBody(msgspec.Struct, frozen=True):
+    """`POST /v2/pipeline`, `/v3/pipeline`."""
+
+    requests: list[StreamRequest]
+    baton: str | None = None
+
+
+class CursorBody(msgspec.Struct, frozen=True):
+    """`POST /v3/cursor`."""
+
+    batch: WireBatch
+    baton: str | None = None
+
+
+class ExecuteBody(msgspec.Struct, frozen=True):
+    """`POST /v1/execute`."""
+
+    stmt: WireStatement
+
+
+class BatchBody(msgspec.Struct, frozen=True):
+    """`POST /v1/batch`."""
+
+    batch: WireBatch
+
+
+# ── requests of a WebSocket ───────────────────────────────────────────────────────────────────────────────────────────
+class OpenStreamRequest(msgspec.Struct, frozen=True, tag_field="type", tag="open_stream"):
+    """Open a stream under a number."""
+
+    stream_id: int
+
+
+class CloseStreamRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close_stream"):
+    """Close it; what was not committed is rolled back."""
+
+    stream_id: int
+
+
+class OpenCursorRequest(msgspec.Struct, frozen=True, tag_field="type", tag="open_cursor"):
+    """Execute a batch whose rows are fetched."""
+
+    stream_id: int
+    cursor_id: int
+    batch: WireBatch
+
+
+class FetchCursorRequest(msgspec.Struct, frozen=True, tag_field="type", tag="fetch_cursor"):
+    """The next entries."""
+
+    cursor_id: int
+    max_count: int
+
+
+class CloseCursorRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close_cursor"):
+    """End it."""
+
+    cursor_id: int
+
+
+SocketRequest = (
+    OpenStreamRequest
+    | CloseStreamRequest
+    | ExecuteRequest
+    | BatchRequest
+    | OpenCursorRequest
+    | FetchCursorRequest
+    | CloseCursorRequest
+    | SequenceRequest
+    | DescribeRequest
+    | StoreSqlRequest
+    | CloseSqlRequest
+    | GetAutocommitRequest
+)
+
+
+class HelloMessage(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
+    """Who calls."""
+
+    jwt: str | None = None
+
+
+class RequestMessage(msgspec.Struct, frozen=True, tag_field="type", tag="request"):
+    """A request with its number."""
+
+    request_id: int
+    request: SocketRequest
+
+
+ClientMessage = HelloMessage | RequestMessage
+
+
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What went wrong."""
+
+    message: str
+    code: str
+    extended_code: str = ""
+
+    @classmethod
+    def of(cls, error: StatementFailed) -> WireError:
+        """The error of a statement."""
+        return cls(str(error), error.code, error.extended_code)
+
+
+class WireColumn(msgspec.Struct, frozen=True):
+    """A column of an answer."""
+
+    name: str | None
+    decltype: str | None = None
+
+
+class StatementResult(msgspec.Struct, frozen=True):
+    """What a statement has done."""
+
+    cols: list[WireColumn]
+    rows: msgspec.Raw
+    affected_row_count: int
+    last_insert_rowid: str
+    rows_read: int
+    rows_written: int
+    query_duration_ms: float
+    replication_index: str | None = None
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """For each step its result, or its error, or neither if it was skipped."""
+
+    step_results: list[StatementResult | None]
+    step_errors: list[WireError | None]
+
+
+class DescribedParameter(msgspec.Struct, frozen=True):
+    """A parameter of a statement."""
+
+    name: str | None
+
+
+class DescribeResult(msgspec.Struct, frozen=True):
+    """What a statement is."""
+
+    params: list[DescribedParameter]
+    cols: list[WireColumn]
+    is_explain: bool
+    is_readonly: bool
+
+
+class ExecuteResponse(msgspec.Struct, frozen=True, tag_field="type", tag="execute"):
+    """See `ExecuteRequest`."""
+
+    result: StatementResult
+
+
+class BatchResponse(msgspec.Struct, frozen=True, tag_field="type", tag="batch"):
+    """See `BatchRequest`."""
+
+    result: BatchResult
+
+
+class DescribeResponse(msgspec.Struct, frozen=True, tag_field="type", tag="describe"):
+    """See `DescribeRequest`."""
+
+    result: DescribeResult
+
+
+class GetAutocommitResponse(msgspec.Struct, frozen=True, tag_field="type", tag="get_autocommit"):
+    """See `GetAutocommitRequest`."""
+
+    is_autocommit: bool
+
+
+class PlainResponse(msgspec.Struct, frozen=True):
+    """Done, and nothing to tell."""
+
+    type: str
+
+
+class FetchCursorResponse(msgspec.Struct, frozen=True, tag_field="type", tag="fetch_cursor"):
+    """Entries of a cursor."""
+
+    entries: list[msgspec.Raw]
+    done: bool
+
+
+WireResponse = (
+    ExecuteResponse | BatchResponse | DescribeResponse | GetAutocommitResponse | PlainResponse | FetchCursorResponse
+)
+
+
+class StreamOk(msgspec.Struct, frozen=True, tag_field="type", tag="ok"):
+    """A request of a pipeline that was done."""
+
+    response: WireResponse
+
+
+class StreamError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """One that failed."""
+
+    error: WireError
+
+
+class PipelineAnswer(msgspec.Struct, frozen=True):
+    """The answer to `PipelineBody`."""
+
+    baton: str | None
+    base_url: str | None
+    results: list[StreamOk | StreamError]
+
+
+class CursorAnswer(msgspec.Struct, frozen=True):
+    """The first line of a cursor."""
+
+    baton: str | None
+    base_url: str | None
+
+
+class StepBegin(msgspec.Struct, frozen=True, tag_field="type", tag="step_begin"):
+    """A step is executed; rows follow."""
+
+    step: int
+    cols: list[WireColumn]
+
+
+class RowEntry(msgspec.Struct, frozen=True, tag_field="type", tag="row", gc=False):
+    """A row."""
+
+    row: tuple[WireValue, ...]
+
+
+class StepEnd(msgspec.Struct, frozen=True, tag_field="type", tag="step_end"):
+    """The step was executed."""
+
+    affected_row_count: int
+    last_insert_rowid: str
+    rows_read: int
+    rows_written: int
+    query_duration_ms: float
+
+
+class StepError(msgspec.Struct, frozen=True, tag_field="type", tag="step_error"):
+    """The step failed."""
+
+    step: int
+    error: WireError
+
+
+class CursorError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """The cursor failed."""
+
+    error: WireError
+
+
+class HelloOk(msgspec.Struct, frozen=True, tag_field="type", tag="hello_ok"):
+    """Welcome."""
+
+
+class HelloError(msgspec.Struct, frozen=True, tag_field="type", tag="hello_error"):
+    """Not welcome."""
+
+    error: WireError
+
+
+class ResponseOk(msgspec.Struct, frozen=True, tag_field="type", tag="response_ok"):
+    """The answer to a request."""
+
+    request_id: int
+    response: WireResponse
+
+
+class ResponseError(msgspec.Struct, frozen=True, tag_field="type", tag="response_error"):
+    """Its error."""
+
+    request_id: int
+    error: WireError
+
+
+_encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+encode_lines = _encoder.encode_lines
+
+_pipeline = msgspec.json.Decoder(PipelineBody)
+_cursor = msgspec.json.Decoder(CursorBody)
+_execute = msgspec.json.Decoder(ExecuteBody)
+_batch = msgspec.json.Decoder(BatchBody)
+_message = msgspec.json.Decoder(ClientMessage)
+
+
+def _read(decoder: msgspec.json.Decoder[Any], body: bytes | str) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the request cannot be read: {error}", hint="see the specification of Hrana") from None
+
+
+def read_pipeline(body: bytes) -> PipelineBody:
+    """Raises `InvalidInput`, as the other readers do."""
+    value: PipelineBody = _read(_pipeline, body)
+    return value
+
+
+def read_cursor(body: bytes) -> CursorBody:
+    """See `read_pipeline`."""
+    value: CursorBody = _read(_cursor, body)
+    return value
+
+
+def read_execute(body: bytes) -> ExecuteBody:
+    """See `read_pipeline`."""
+    value: ExecuteBody = _read(_execute, body)
+    return value
+
+
+def read_batch(body: bytes) -> BatchBody:
+    """See `read_pipeline`."""
+    value: BatchBody = _read(_batch, body)
+    return value
+
+
+def read_message(text: bytes | str) -> ClientMessage:
+    """See `read_pipeline`."""
+    value: ClientMessage = _read(_message, text)
+    return value
+
+
+def json_rows(rows: Sequence[Sequence[SqlValue]]) -> bytes:
+    """Rows of an answer, without the brackets around them."""
+    return encode(encode_rows(rows))[1:-1]
+
+
+def json_entries(rows: Sequence[Sequence[SqlValue]]) -> bytes:
+    """Rows of a cursor, a line each."""
+    return encode_lines([*map(RowEntry, encode_rows(rows))])

@@ -1,0 +1,260 @@
+"""SQL for other programs, free of any protocol: streams and one-shots on the databases of a store.
+
+Terms
+  one-shot   a pipeline without a baton that closes itself. It runs on a connection of the pool; one that writes runs in its
+             database's lane (`lanes.py`)
+  stream     requests of one client on one connection (`streams.py`)
+
+Who may do what is decided before anything comes here: a target says whether it may be written to.
+
+Threads: the event loop's in which it was made; SQL runs in `SqlThreads`.
+Raises `QuireError` for what concerns the database (it does not exist, say), `StreamRefused` for streams; errors of statements
+are parts of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from quire.core.settings import ServiceSettings
+from quire.durable.failpoints import hit
+from quire.service.api import StoreApi
+from quire.service.sql import protocol as p
+from quire.service.sql.keyed import keyed_pipeline
+from quire.service.sql.lanes import WriterLane
+from quire.service.sql.pool import ConnectionPool, SqlTarget
+from quire.service.sql.session import AnswerLimits, SqlSession, Work
+from quire.service.sql.streams import SqlStream, StreamLimits, StreamRegistry
+from quire.service.sql.threads import LockQueue, LockWait, SqlThreads, advance, drive, give_up
+from quire.sqlite.statements import first_word
+
+T = TypeVar("T")
+
+SWEEP_SECONDS = 0.5
+WRITING = frozenset({"insert", "update", "delete", "replace", "create", "drop", "alter"})
+"""How statements begin that go through the lane. A guess: one that is missed only waits for its own sync."""
+
+
+@dataclass(frozen=True, slots=True)
+class SqlFigures:
+    """What was counted since the server started, and what is there now."""
+
+    streams_now: int
+    connections_opened: int
+    one_shots: int
+    lane_writes: int
+    refused: int
+    expired: int
+    rolled_back: int
+
+
+class SqlService:
+    """See above. Made in the event loop that uses it."""
+
+    def __init__(self, store: StoreApi) -> None:
+        settings = store.settings.service
+        # constant after construction
+        self._store = store
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._threads = SqlThreads(settings.sql_threads)
+        limits = AnswerLimits(rows_max=settings.sql_answer_rows_max, bytes_max=settings.sql_answer_bytes_max)
+        self.pool = ConnectionPool(store, limits, settings.sql_default_database)
+        self.streams = StreamRegistry(
+            _stream_limits(settings), close_stream=self._close_connection, roll_back=self._roll_back
+        )
+        # the loop's
+        self._lanes: dict[str, WriterLane] = {}
+        self._queues: WeakValueDictionary[str, LockQueue] = WeakValueDictionary()
+        self._sweeper = self._loop.create_task(self._sweep())
+        self._one_shots = 0
+        self._lane_writes = 0
+
+    def figures(self) -> SqlFigures:
+        """See `SqlFigures`."""
+        streams = self.streams
+        return SqlFigures(
+            streams_now=len(streams),
+            connections_opened=self.pool.opened,
+            one_shots=self._one_shots,
+            lane_writes=self._lane_writes,
+            refused=streams.refused,
+            expired=streams.expired,
+            rolled_back=streams.rolled_back,
+        )
+
+    # ── one-shots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def one_shot(self, target: SqlTarget, requests: Sequence[p.StreamRequest], *, key: str = "") -> bytes:
+        """Run a pipeline that closes itself; its encoded answer. With a key it is done once, however often it is sent."""
+        self._one_shots += 1
+        pipeline = partial(run_pipeline, requests=requests)
+        if key and target.writable:
+            now_ms = self._store.manifest.clock.now_ms
+            return await self._in_lane(target, partial(keyed_pipeline, key=key, requests=requests, now_ms=now_ms))
+        if target.writable and _is_write(requests):
+            return await self._in_lane(target, pipeline)
+        return await self._alone(target, pipeline)
+
+    async def in_session(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> T:
+        """Run a work on a connection of the pool; what it leaves open is rolled back."""
+        self._one_shots += 1
+        return await self._alone(target, function)
+
+    async def _in_lane(self, target: SqlTarget, pipeline: Callable[[SqlSession], Work[bytes]]) -> bytes:
+        lane = self._lanes.get(target.name)
+        if lane is None:
+            lane = self._lanes[target.name] = WriterLane(
+                self.pool, self._threads, self.queue(target.name), target, self._settings.sql_lock_seconds
+            )
+        self._lane_writes += 1
+        return await lane.run(pipeline)
+
+    async def _alone(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> T:
+        queue = self.queue(target.name)
+        try:
+            return await drive(self._threads, self._once(target, function), queue, self._settings.sql_lock_seconds)
+        finally:
+            if target.writable:
+                queue.wake()
+
+    def _once(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> Work[T]:
+        with self.pool.session(target) as session:
+            return (yield from function(session))
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def run(self, stream: SqlStream, function: Callable[[SqlSession], Work[T]]) -> T:
+        """Run a work on a stream; the caller holds its lock."""
+        queue = self.queue(stream.target.name)
+        try:
+            work = self._on(stream, function)
+            return await drive(self._threads, work, queue, self._settings.sql_lock_seconds)
+        finally:
+            self._used(stream, queue)
+
+    def _used(self, stream: SqlStream, queue: LockQueue) -> None:
+        self.streams.touch(stream)
+        if not stream.is_in_transaction:
+            queue.wake()
+
+    def _on(self, stream: SqlStream, function: Callable[[SqlSession], Work[T]]) -> Work[T]:
+        session = self._session(stream)
+        try:
+            return (yield from function(session))
+        finally:
+            stream.is_in_transaction = not session.is_autocommit
+
+    def _session(self, stream: SqlStream) -> SqlSession:
+        if stream.session is None:
+            stream.connection = self.pool.take(stream.target)
+            stream.session = self.pool.session_on(stream.connection, stream.sqls)
+        return stream.session
+
+    async def cursor(self, stream: SqlStream, batch: p.WireBatch) -> AsyncIterator[bytes]:
+        """Run a batch, a bunch of lines at a time; the caller holds the stream's lock, and closes the iterator."""
+        queue = self.queue(stream.target.name)
+        work = self._cursor_on(stream, batch)
+        wait: LockWait | None = None
+        step: Callable[..., tuple[bool, bytes | None]] = advance
+        try:
+            while True:
+                is_done, lines = await self._threads.call(partial(step, work))
+                if is_done:
+                    return
+                step = advance
+                if lines is None:
+                    wait = wait or LockWait(queue, self._loop.time() + self._settings.sql_lock_seconds)
+                    step = advance if await wait.pause() else give_up
+                    continue
+                wait = None
+                yield lines
+        finally:
+            await self._threads.call(work.close)
+            self._used(stream, queue)
+
+    def _cursor_on(self, stream: SqlStream, batch: p.WireBatch) -> Work[None]:
+        session = self._session(stream)
+        try:
+            yield from session.cursor(batch)  # type: ignore[misc]  # bytes and None; `cursor` tells them apart
+        finally:
+            stream.is_in_transaction = not session.is_autocommit
+
+    def queue(self, name: str) -> LockQueue:
+        """Who waits for the lock of a database."""
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._queues[name] = LockQueue()
+        return queue
+
+    async def _close_connection(self, stream: SqlStream) -> None:
+        connection, stream.connection, stream.session = stream.connection, None, None
+        stream.is_in_transaction = False
+        if connection is not None:
+            await self._threads.call(partial(self.pool.give, connection))
+            self.queue(stream.target.name).wake()
+
+    async def _roll_back(self, stream: SqlStream) -> None:
+        if stream.session is not None:
+            await self._threads.call(stream.session.runner.rollback)
+        stream.is_in_transaction = False
+        self.queue(stream.target.name).wake()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            await self.streams.sweep()
+            await self._threads.call(self.pool.sweep)
+            for name, lane in [*self._lanes.items()]:
+                if lane.is_idle:
+                    del self._lanes[name]
+                    await self._threads.call(lane.close)
+
+    async def close(self) -> None:
+        """Roll everything back, and end the threads."""
+        self._sweeper.cancel()
+        await self.streams.close_all()
+        for lane in self._lanes.values():
+            await lane.finish()
+            await self._threads.call(lane.close)
+        await self._threads.call(self.pool.close)
+        self._threads.close()
+
+
+def run_pipeline(session: SqlSession, requests: Sequence[p.StreamRequest]) -> Work[bytes]:
+    """The encoded answer to a pipeline that closes itself."""
+    results = []
+    for request in requests:
+        results.append((yield from session.answer(request)))
+        hit("sql.pipeline_request")
+    return p.encode(p.PipelineAnswer(None, None, results))
+
+
+def is_one_shot(body: p.PipelineBody) -> bool:
+    """Whether a pipeline closes the stream that it opens."""
+    return body.baton is None and bool(body.requests) and isinstance(body.requests[-1], p.CloseRequest)
+
+
+def _is_write(requests: Sequence[p.StreamRequest]) -> bool:
+    """Whether a one-shot is a single statement that writes, or a batch with one."""
+    if len(requests) != 2:
+        return False
+    match requests[0]:
+        case p.ExecuteRequest(stmt=stmt):
+            return first_word(stmt.sql or "") in WRITING
+        case p.BatchRequest(batch=batch):
+            return any(first_word(step.stmt.sql or "") in WRITING for step in batch.steps)
+    return False
+
+
+def _stream_limits(settings: ServiceSettings) -> StreamLimits:
+    return StreamLimits(
+        streams_max=settings.sql_streams_max,
+        per_database_max=settings.sql_database_streams_max,
+        idle_seconds=settings.sql_idle_seconds,
+        transaction_seconds=settings.sql_transaction_seconds,
+    )

@@ -1,0 +1,270 @@
+"""Hrana over one WebSocket: many streams, requests with numbers, answers as they are ready.
+
+Requests of one stream are done in the order in which they came; those of different streams beside each other. Texts that were
+stored belong to the socket, and are put in when a request comes: closing a text does not reach requests that came before.
+When the socket goes, for whatever reason, all its streams are rolled back and given back.
+
+What is bounded: streams and cursors of a socket, the requests of it that are under way (more are not read: the client waits),
+the size of a message (by the server), and what a fetch of a cursor answers with.
+
+Threads: the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from quire.core.errors import QuireError
+from quire.service.sql import protocol as p
+from quire.service.sql.pool import SqlTarget
+from quire.service.sql.service import SqlService
+from quire.service.sql.session import StoredSqls
+from quire.service.sql.streams import SqlStream, StreamRefused
+from quire.sqlite.statements import StatementFailed
+
+STREAMS_MAX = 128
+CURSORS_MAX = 128
+REQUESTS_MAX = 64
+FETCH_BYTES = 1 << 20
+"""A fetch ends with the entry that passes this, even if the client asked for more."""
+PROTOCOLS = ("hrana3", "hrana2", "hrana1")
+"""In the order in which they are preferred; without any it is `hrana1`."""
+
+
+class Admit(Protocol):
+    """Who a caller is."""
+
+    async def __call__(self, jwt: str | None) -> tuple[SqlTarget, str]:
+        """(the target, with whether it may be written to; the caller); raises `QuireError`."""
+
+
+class _SocketCursor:
+    """A cursor, and its stream, whose lock it holds until it is through."""
+
+    __slots__ = ("entries", "is_done", "lines", "stream")
+
+    def __init__(self, stream: SqlStream, entries: AsyncIterator[bytes]) -> None:
+        self.stream = stream
+        self.entries = entries
+        self.lines: deque[bytes] = deque()
+        self.is_done = False
+
+
+class HranaSocket:
+    """One socket."""
+
+    def __init__(self, service: SqlService, admit: Admit, send: Callable[[str], Awaitable[None]]) -> None:
+        # constant after construction
+        self._service = service
+        self._admit = admit
+        self._send = send
+        self._places = asyncio.Semaphore(REQUESTS_MAX)
+        # the loop's
+        self._target: SqlTarget | None = None
+        self._caller = ""
+        self._sqls = StoredSqls()
+        self._streams: dict[int, SqlStream] = {}
+        self._cursors: dict[int, _SocketCursor] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def receive(self, text: str) -> None:
+        """Take a message; raises `QuireError` for one that cannot be understood: the socket is then closed."""
+        message = p.read_message(text)
+        if isinstance(message, p.HelloMessage):
+            await self._hello(message)
+            return
+        await self._places.acquire()
+        number = message.request_id
+        try:
+            answer = self._begin(message.request)
+        except StatementFailed as failed:
+            self._places.release()
+            await self._reply(p.ResponseError(number, p.WireError.of(failed)))
+            return
+        task = asyncio.get_running_loop().create_task(self._finish(number, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _hello(self, message: p.HelloMessage) -> None:
+        try:
+            target, self._caller = await self._admit(message.jwt)
+        except QuireError as error:
+            self._target = None
+            await self._reply(p.HelloError(p.WireError(str(error), "AUTH_FAILED")))
+            return
+        self._target = target
+        await self._reply(p.HelloOk())
+
+    async def _finish(self, number: int, answer: Awaitable[p.WireResponse]) -> None:
+        try:
+            reply: p.ResponseOk | p.ResponseError = p.ResponseOk(number, await answer)
+        except (StatementFailed, StreamRefused) as failed:
+            extended = failed.extended_code if isinstance(failed, StatementFailed) else ""
+            reply = p.ResponseError(number, p.WireError(str(failed), failed.code, extended))
+        except QuireError as error:
+            reply = p.ResponseError(number, p.WireError(str(error), type(error).__name__))
+        finally:
+            self._places.release()
+        await self._reply(reply)
+
+    async def _reply(self, message: msgspec.Struct) -> None:
+        with suppress(Exception):  # the socket is gone: whoever reads it notices, and ends everything
+            await self._send(p.encode(message).decode("utf-8"))
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _begin(self, request: p.SocketRequest) -> Awaitable[p.WireResponse]:
+        """What depends on the order of messages is done here; the rest is awaited."""
+        if self._target is None:
+            raise StatementFailed("say hello first, with a token that is valid", "AUTH_FAILED")
+        match request:
+            case p.OpenStreamRequest(stream_id=stream_id):
+                self._open_stream(stream_id, self._target)
+                return _plain("open_stream")
+            case p.CloseStreamRequest(stream_id=stream_id):
+                return self._close_stream(self._streams.pop(stream_id, None))
+            case p.StoreSqlRequest(sql_id=sql_id, sql=sql):
+                self._sqls.store(sql_id, sql)
+                return _plain("store_sql")
+            case p.CloseSqlRequest(sql_id=sql_id):
+                self._sqls.close(sql_id)
+                return _plain("close_sql")
+            case p.OpenCursorRequest(stream_id=stream_id, cursor_id=cursor_id, batch=batch):
+                return self._open_cursor(self._stream(stream_id), cursor_id, resolved_batch(batch, self._sqls))
+            case p.FetchCursorRequest(cursor_id=cursor_id, max_count=max_count):
+                return self._fetch(cursor_id, max_count)
+            case p.CloseCursorRequest(cursor_id=cursor_id):
+                return self._close_cursor(cursor_id)
+        return self._on_stream(self._stream(request.stream_id), resolved(request, self._sqls))
+
+    def _open_stream(self, stream_id: int, target: SqlTarget) -> None:
+        if stream_id in self._streams:
+            raise StatementFailed(f"stream {stream_id} is open already", "STREAM_EXISTS")
+        if len(self._streams) >= STREAMS_MAX:
+            raise StatementFailed(f"a socket has at most {STREAMS_MAX} streams", "TOO_MANY_STREAMS")
+        try:
+            self._streams[stream_id] = self._service.streams.open(target, self._caller, is_lasting=True)
+        except StreamRefused as refused:
+            raise StatementFailed(str(refused), refused.code) from None
+
+    def _stream(self, stream_id: int) -> SqlStream:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            raise StatementFailed(f"stream {stream_id} is not open", "STREAM_NOT_FOUND")
+        return stream
+
+    async def _close_stream(self, stream: SqlStream | None) -> p.WireResponse:
+        if stream is not None:
+            await self._end_cursors(stream)
+            async with stream.lock:
+                await self._service.streams.close(stream)
+        return p.PlainResponse("close_stream")
+
+    async def _on_stream(self, stream: SqlStream, request: p.StreamRequest) -> p.WireResponse:
+        async with stream.lock:
+            return await self._service.run(stream, lambda session: session.respond(request))
+
+    # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _open_cursor(self, stream: SqlStream, cursor_id: int, batch: p.WireBatch) -> p.WireResponse:
+        if cursor_id in self._cursors:
+            raise StatementFailed(f"cursor {cursor_id} is open already", "CURSOR_EXISTS")
+        if len(self._cursors) >= CURSORS_MAX:
+            raise StatementFailed(f"a socket has at most {CURSORS_MAX} cursors", "TOO_MANY_CURSORS")
+        await stream.lock.acquire()
+        self._cursors[cursor_id] = _SocketCursor(stream, self._service.cursor(stream, batch))
+        return p.PlainResponse("open_cursor")
+
+    async def _fetch(self, cursor_id: int, max_count: int) -> p.WireResponse:
+        cursor = self._cursors.get(cursor_id)
+        if cursor is None:
+            raise StatementFailed(f"cursor {cursor_id} is not open", "CURSOR_NOT_FOUND")
+        entries: list[msgspec.Raw] = []
+        size = 0
+        while len(entries) < max_count and size < FETCH_BYTES:
+            if not cursor.lines and not await self._read_on(cursor):
+                break
+            line = cursor.lines.popleft()
+            size += len(line)
+            entries.append(msgspec.Raw(line))
+        return p.FetchCursorResponse(entries, cursor.is_done and not cursor.lines)
+
+    async def _read_on(self, cursor: _SocketCursor) -> bool:
+        """Whether there is another bunch."""
+        if cursor.is_done:
+            return False
+        try:
+            lines = await anext(cursor.entries)
+        except BaseException as error:
+            await self._end(cursor)
+            if isinstance(error, StopAsyncIteration):
+                return False
+            raise
+        cursor.lines.extend(lines.splitlines())
+        return True
+
+    async def _end(self, cursor: _SocketCursor) -> None:
+        if not cursor.is_done:
+            cursor.is_done = True
+            try:
+                await cursor.entries.aclose()  # type: ignore[attr-defined]  # it is an asynchronous generator
+            finally:
+                cursor.stream.lock.release()
+
+    async def _close_cursor(self, cursor_id: int) -> p.WireResponse:
+        cursor = self._cursors.pop(cursor_id, None)
+        if cursor is not None:
+            await self._end(cursor)
+        return p.PlainResponse("close_cursor")
+
+    async def _end_cursors(self, stream: SqlStream) -> None:
+        for cursor_id, cursor in [*self._cursors.items()]:
+            if cursor.stream is stream:
+                del self._cursors[cursor_id]
+                await self._end(cursor)
+
+    async def close(self) -> None:
+        """The socket is gone: everything is rolled back."""
+        for task in [*self._tasks]:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for stream in [*self._streams.values()]:
+            await self._close_stream(stream)
+        self._streams.clear()
+
+
+async def _plain(kind: str) -> p.WireResponse:
+    return p.PlainResponse(kind)
+
+
+def resolved_statement(stmt: p.WireStatement, sqls: StoredSqls) -> p.WireStatement:
+    """A statement with its text in place of the number that it is stored under."""
+    if stmt.sql_id is None:
+        return stmt
+    return msgspec.structs.replace(stmt, sql=sqls.get(stmt.sql_id), sql_id=None)
+
+
+def resolved_batch(batch: p.WireBatch, sqls: StoredSqls) -> p.WireBatch:
+    """The same for a batch."""
+    if all(step.stmt.sql_id is None for step in batch.steps):
+        return batch
+    return p.WireBatch([p.BatchStep(resolved_statement(step.stmt, sqls), step.condition) for step in batch.steps])
+
+
+def resolved(request: p.StreamRequest, sqls: StoredSqls) -> p.StreamRequest:
+    """The same for a request."""
+    match request:
+        case p.ExecuteRequest(stmt=stmt):
+            return p.ExecuteRequest(resolved_statement(stmt, sqls))
+        case p.BatchRequest(batch=batch):
+            return p.BatchRequest(resolved_batch(batch, sqls))
+        case p.SequenceRequest(sql_id=int(sql_id)):
+            return p.SequenceRequest(sqls.get(sql_id))
+        case p.DescribeRequest(sql_id=int(sql_id)):
+            return p.DescribeRequest(sqls.get(sql_id))
+    return request

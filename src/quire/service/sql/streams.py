@@ -1,0 +1,245 @@
+"""Streams: each a connection of its own, from a client's first request to its last, and the batons by which HTTP clients
+come back to them.
+
+A *baton* is base64 of (stream, turn, signature). The signature is an HMAC with a key that is made when the server starts, so
+nobody can make one up; the turn is used once, so a repeated request is refused and not done twice. It belongs to the
+database and to the caller that it was given for. A cursor's baton is given with its first line, while the stream is still at
+work: a request that comes with it waits its turn (`libsql` sends one as soon as it has the first line).
+
+What is bounded: streams in all and of each database; a stream that nobody uses is closed after `idle_seconds`; one that holds
+a transaction open, and does nothing, after `transaction_seconds`: it is rolled back, its lock is free, and its next request
+hears of it. A client that vanishes is one that does nothing, or whose socket has closed.
+
+Threads: the event loop's. Raises `StreamRefused`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import secrets
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from quire.core.events import emit
+from quire.service.sql.pool import SqlConnection, SqlTarget
+from quire.service.sql.session import SqlSession, StoredSqls
+from quire.sqlite.statements import StatementFailed
+
+_BATON = struct.Struct(">QQ")
+_SIGNATURE_BYTES = 20
+assert _BATON.size == 16
+
+INVALID, REUSED, EXPIRED, TOO_MANY = "BATON_INVALID", "BATON_REUSED", "STREAM_EXPIRED", "TOO_MANY_STREAMS"
+TRANSACTION_TIMEOUT = "TRANSACTION_TIMEOUT"
+RELEASE_SECONDS = 2.0
+"""A stream that waits this long between two requests gives its cached pages back."""
+
+
+class StreamRefused(Exception):
+    """A request that belongs to no stream of its caller, or one stream too many."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """What clients may use up."""
+
+    streams_max: int = 512
+    per_database_max: int = 256
+    idle_seconds: float = 10.0
+    transaction_seconds: float = 5.0
+
+
+class SqlStream:
+    """A stream. Made by `StreamRegistry.open`."""
+
+    __slots__ = (
+        "caller",
+        "connection",
+        "has_released",
+        "is_closed",
+        "is_in_transaction",
+        "is_lasting",
+        "lock",
+        "number",
+        "session",
+        "sqls",
+        "target",
+        "turn",
+        "used_at",
+    )
+
+    def __init__(self, number: int, target: SqlTarget, caller: str, now: float) -> None:
+        # constant after construction
+        self.number = number
+        self.target = target
+        self.caller = caller
+        self.is_lasting = False
+        """Of a WebSocket: it ends with that, not by being idle."""
+        self.sqls = StoredSqls()
+        self.lock = asyncio.Lock()
+        """Held while a request is at work."""
+        # of who holds the lock
+        self.connection: SqlConnection | None = None
+        self.session: SqlSession | None = None
+        self.is_in_transaction = False
+        self.has_released = False
+        # the registry's
+        self.turn = 0
+        """Of the baton that is out; 0 if none is."""
+        self.used_at = now
+        self.is_closed = False
+
+
+StreamEnd = Callable[[SqlStream], Awaitable[None]]
+"""Ends something of a stream, in a thread; the stream's lock is held."""
+
+
+class StreamRegistry:
+    """All streams of a server."""
+
+    def __init__(
+        self,
+        limits: StreamLimits,
+        *,
+        close_stream: StreamEnd,
+        roll_back: StreamEnd,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # constant after construction
+        self._limits = limits
+        self._close_stream = close_stream
+        self._roll_back = roll_back
+        self._clock = clock
+        self._key = secrets.token_bytes(32)
+        # the loop's
+        self._streams: dict[int, SqlStream] = {}
+        self._of_database: dict[str, int] = {}
+        self.refused = 0
+        self.expired = 0
+        self.rolled_back = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, target: SqlTarget, caller: str, *, is_lasting: bool = False) -> SqlStream:
+        """A new stream, still without a connection."""
+        count = self._of_database.get(target.name, 0)
+        if len(self._streams) >= self._limits.streams_max or count >= self._limits.per_database_max:
+            self.refused += 1
+            which = "this database" if count >= self._limits.per_database_max else "the server"
+            raise StreamRefused(f"{which} has too many open streams: close some, or try again later", TOO_MANY)
+        number = secrets.randbits(63) | 1
+        stream = self._streams[number] = SqlStream(number, target, caller, self._clock())
+        stream.is_lasting = is_lasting
+        self._of_database[target.name] = count + 1
+        return stream
+
+    async def close(self, stream: SqlStream) -> None:
+        """Roll back, and give the connection back; the caller holds the stream's lock."""
+        if stream.is_closed:
+            return
+        self._forget(stream)
+        await self._close_stream(stream)
+
+    def _forget(self, stream: SqlStream) -> None:
+        stream.is_closed = True
+        self._streams.pop(stream.number, None)
+        name = stream.target.name
+        self._of_database[name] -= 1
+        if not self._of_database[name]:
+            del self._of_database[name]
+
+    # ── batons ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def baton(self, stream: SqlStream) -> str:
+        """The baton for the next request; the one before is worth nothing from now on."""
+        stream.turn = secrets.randbits(63) | 1
+        body = _BATON.pack(stream.number, stream.turn)
+        return base64.urlsafe_b64encode(body + self._signature(body)).decode("ascii").rstrip("=")
+
+    def _signature(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, body, "sha256")[:_SIGNATURE_BYTES]
+
+    def resume(self, baton: str, target: SqlTarget, caller: str) -> SqlStream:
+        """The stream of a baton, which is used up by that. Its lock may be held: the caller waits for it."""
+        number, turn = self._read(baton)
+        stream = self._streams.get(number)
+        if stream is None:
+            self.refused += 1
+            limits = self._limits
+            idle = f"{limits.idle_seconds:g} s, in a transaction {limits.transaction_seconds:g} s"
+            raise StreamRefused(f"the stream is closed: it was idle ({idle}), or the server restarted", EXPIRED)
+        if stream.turn != turn:
+            self.refused += 1
+            raise StreamRefused("the baton was used before: each answer has the one for the next request", REUSED)
+        if stream.target != target or stream.caller != caller:
+            self.refused += 1
+            raise StreamRefused("the baton belongs to another database or caller", INVALID)
+        stream.turn = 0
+        return stream
+
+    def _read(self, baton: str) -> tuple[int, int]:
+        try:
+            raw = base64.b64decode(baton + "=" * (-len(baton) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            raw = b""
+        body = raw[: _BATON.size]
+        if len(raw) != _BATON.size + _SIGNATURE_BYTES or not hmac.compare_digest(
+            raw[_BATON.size :], self._signature(body)
+        ):
+            self.refused += 1
+            raise StreamRefused("the baton is not one of this server's", INVALID)
+        number, turn = _BATON.unpack(body)
+        return number, turn
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def touch(self, stream: SqlStream) -> None:
+        """A request of it has ended: it is idle from now on."""
+        stream.used_at = self._clock()
+        stream.has_released = False
+
+    async def sweep(self) -> None:
+        """End what was idle for too long."""
+        limits, now = self._limits, self._clock()
+        for stream in [*self._streams.values()]:
+            if stream.lock.locked():
+                continue
+            idle = now - stream.used_at
+            if stream.is_in_transaction and idle >= limits.transaction_seconds:
+                await self._end_transaction(stream)
+            elif idle >= limits.idle_seconds and not stream.is_lasting:
+                self.expired += 1
+                async with stream.lock:
+                    await self.close(stream)
+
+    async def _end_transaction(self, stream: SqlStream) -> None:
+        """Roll back what holds a lock for nobody. Over HTTP the stream ends with it."""
+        self.rolled_back += 1
+        emit("warning", "sql.transaction_timeout", database=stream.target.name)
+        async with stream.lock:
+            if stream.is_closed:
+                return
+            if not stream.is_lasting:
+                await self.close(stream)
+                return
+            await self._roll_back(stream)
+            if stream.session is not None:
+                seconds = self._limits.transaction_seconds
+                stream.session.lost = StatementFailed(
+                    f"the transaction was rolled back: nothing was done in it for {seconds:g} s", TRANSACTION_TIMEOUT
+                )
+
+    async def close_all(self) -> None:
+        """The server ends: everything is rolled back."""
+        for stream in [*self._streams.values()]:
+            async with stream.lock:
+                await self.close(stream)

@@ -1,0 +1,267 @@
+"""Statements of other programs on one connection of SQLite's: one at a time, their errors as plain values, and no waiting.
+
+A *refused* statement found the database locked before it did anything: it may be sent again as it is (`LockRefused`). That is
+so for plain `SQLITE_BUSY`, and for any busy code outside a transaction, where nothing was read yet. Inside a transaction that
+has read, `SQLITE_BUSY_SNAPSHOT` is final: only its program can begin it anew, and it is told (`StatementFailed`).
+
+    >>> runner = StatementRunner(apsw.Connection(":memory:"))
+    >>> statement = runner.run("select 1 as one, 'x'")
+    >>> statement.columns, statement.rows(512)
+    ((('one', None), ("'x'", None)), [(1, 'x')])
+    >>> try:
+    ...     runner.run("select absent")
+    ... except StatementFailed as error:
+    ...     error.code, error.extended_code, str(error)
+    ('SQLITE_ERROR', 'SQLITE_ERROR', 'no such column: absent')
+
+Threads: a runner belongs to one at a time. Raises `StatementFailed` and `LockRefused`, nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NoReturn
+
+import apsw
+from apsw.ext import query_info
+
+from quire.core.errors import QuireError
+
+SqlValue = None | int | float | str | bytes
+Columns = tuple[tuple[str, str | None], ...]
+"""(name, declared type) of each."""
+
+NO_STATEMENT, MANY_STATEMENTS = "SQL_NO_STATEMENT", "SQL_MANY_STATEMENTS"
+ARGS_INVALID, UNICODE_ERROR = "ARGS_INVALID", "UNICODE_ERROR"
+
+_BLANK = re.compile(r"(?:[\s;]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
+"""What may stand behind a statement without being another one."""
+_FIRST = re.compile(r"[A-Za-z]+")
+_PREFIXES = ":@$?"
+_WORD = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+class StatementFailed(Exception):
+    """A statement that was refused or broke; SQLite's own text, its base code and its extended one."""
+
+    def __init__(self, message: str, code: str, extended_code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.extended_code = extended_code or code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.code, self.extended_code)
+
+
+class LockRefused(Exception):
+    """Another connection writes. The statement has done nothing, and may be run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What is known of a statement before it runs."""
+
+    text: str
+    """The statement and the blanks behind it: what follows in the script is the next one."""
+    parameters: tuple[str | None, ...]
+    columns: Columns
+    is_explain: bool
+    is_readonly: bool
+    is_empty: bool
+    """Whether there are only comments."""
+
+
+class _Run:
+    """What apsw calls when it has prepared a statement and is about to run it: the only moment at which a statement without
+    rows tells its columns."""
+
+    __slots__ = ("_is_first", "_sql", "columns")
+
+    def __init__(self, sql: str) -> None:
+        self._sql = sql
+        self._is_first = True
+        self.columns: Columns = ()
+
+    def __call__(self, cursor: apsw.Cursor, text: str, _: Any) -> bool:
+        if not self._is_first:
+            return True  # a comment behind the statement
+        self._is_first = False
+        if not cursor.has_vdbe:
+            raise StatementFailed("SQL string does not contain any statement", NO_STATEMENT)
+        if len(text) < len(self._sql) and not _is_blank(self._sql, len(text)):
+            raise StatementFailed("SQL string contains more than one statement", MANY_STATEMENTS)
+        self.columns = cursor.get_description()
+        return True
+
+
+class RunningStatement:
+    """A statement that was begun: its columns, and its rows in bunches."""
+
+    __slots__ = ("_cursor", "columns")
+
+    def __init__(self, cursor: apsw.Cursor, columns: Columns) -> None:
+        self._cursor = cursor
+        self.columns = columns
+
+    def rows(self, count: int) -> list[tuple[SqlValue, ...]]:
+        """The next rows; none at the end, where the statement is over."""
+        try:
+            return list(islice(self._cursor, count))
+        except Exception as error:
+            _fail(error)
+
+    def drain(self) -> int:
+        """Run to the end; how many rows there were."""
+        count = 0
+        try:
+            for _ in self._cursor:
+                count += 1
+        except Exception as error:
+            _fail(error)
+        return count
+
+    def close(self) -> None:
+        """End it where it is."""
+        self._cursor.close(True)
+
+
+class StatementRunner:
+    """Runs statements on one connection, which waits for no lock."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        # constant after construction
+        self.connection = connection
+        self.is_autocommit: Callable[[], bool] = connection.getautocommit
+        self.changes: Callable[[], int] = connection.changes
+        self.total_changes: Callable[[], int] = connection.total_changes
+        self.last_insert_rowid: Callable[[], int] = connection.last_insert_rowid
+        connection.set_busy_timeout(0)
+
+    def run(self, sql: str, bindings: Sequence[SqlValue] = ()) -> RunningStatement:
+        """Begin the one statement of a text; it stands at its first row, or it is over."""
+        is_autocommit = self.is_autocommit()
+        cursor, run = self.connection.cursor(), _Run(sql)
+        cursor.exec_trace = run
+        try:
+            cursor.execute(sql, bindings)
+        except apsw.BusyError as error:
+            if is_autocommit or getattr(error, "extendedresult", 0) == apsw.SQLITE_BUSY:
+                raise LockRefused(str(error)) from error
+            _fail(error)
+        except Exception as error:
+            _fail(error)
+        return RunningStatement(cursor, run.columns)
+
+    def describe(self, sql: str) -> Description:
+        """What the first statement of a text is; nothing is run."""
+        try:
+            details = query_info(self.connection, sql)
+        except Exception as error:
+            _fail(error)
+        return Description(
+            text=details.first_query,
+            parameters=details.bindings_names,
+            columns=details.description,
+            is_explain=bool(details.is_explain),
+            is_readonly=details.is_readonly,
+            is_empty=not details.has_vdbe,
+        )
+
+    def bindings(self, sql: str, args: Sequence[SqlValue], named: Mapping[str, SqlValue]) -> Sequence[SqlValue]:
+        """Arguments in the order of the statement's parameters; those with a name may be given without its prefix."""
+        if not named:
+            return args
+        names = self.describe(sql).parameters
+        values: list[SqlValue] = [*args[: len(names)], *[None] * (len(names) - len(args))]
+        if len(args) > len(names):
+            raise StatementFailed(f"Required {len(names)} but {len(args)} arguments were provided", ARGS_INVALID)
+        missing = set(range(len(args), len(names)))
+        for name, value in named.items():
+            plain = name[1:] if name[:1] in _PREFIXES else name
+            places = [place for place, known in enumerate(names) if known == plain]
+            if not places:
+                raise StatementFailed(f"Parameter with name {name!r} was not found", ARGS_INVALID)
+            for place in places:
+                values[place] = value
+            missing -= set(places)
+        if missing:
+            text = f"Required {len(names)} arguments but {len(names) - len(missing)} were provided"
+            raise StatementFailed(text, ARGS_INVALID)
+        return values
+
+    def parameter_names(self, description: Description) -> list[str | None]:
+        """Names as they stand in the text, with their prefix."""
+        return [None if name is None else _in_text(description.text, name) for name in description.parameters]
+
+    def rollback(self) -> None:
+        """End a transaction, if there is one."""
+        if not self.is_autocommit():
+            try:
+                self.connection.execute("rollback")
+            except apsw.Error as error:
+                _fail(error)
+
+    def forget(self) -> None:
+        """Before another program has the connection: it sees nothing of what this one did."""
+        self.rollback()
+        self.connection.set_last_insert_rowid(0)
+
+    def interrupt(self) -> None:
+        """End the statement that runs, from another thread."""
+        self.connection.interrupt()
+
+    def close(self) -> None:
+        """Close it; what was not committed is lost."""
+        self.connection.close(True)
+
+
+def first_word(sql: str) -> str:
+    """How a statement begins, in lower case.
+
+    >>> first_word("-- hint\\n INSERT into t values (1)")
+    'insert'
+    """
+    word = _FIRST.match(sql, _BLANK.match(sql).end())  # type: ignore[union-attr]  # it matches everywhere
+    return word[0].lower() if word is not None else ""
+
+
+def _in_text(sql: str, name: str) -> str:
+    """
+    >>> _in_text("select :a, $b, ?3", "b"), _in_text("select ?3", "3")
+    ('$b', '?3')
+    """
+    match = re.search(r"[:@$?]" + re.escape(name) + r"(?!\w)", sql)
+    return match[0] if match is not None else f":{name}"
+
+
+def _is_blank(sql: str, start: int) -> bool:
+    return _BLANK.match(sql, start).end() == len(sql)  # type: ignore[union-attr]  # it matches everywhere
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise statement_failed(error) from error
+
+
+def statement_failed(error: Exception) -> StatementFailed:
+    """Any error of a statement as one that can be told to its program."""
+    if isinstance(error, StatementFailed):
+        return error
+    if isinstance(error, QuireError):  # `NotArchived`, say: the statement was committed here
+        return StatementFailed(str(error), _WORD.sub("_", type(error).__name__).upper())
+    if isinstance(error, apsw.BindingsError):
+        return StatementFailed(str(error), ARGS_INVALID)
+    if isinstance(error, UnicodeDecodeError):
+        text = error.object.decode("utf-8", "replace")
+        return StatementFailed(f"Could not decode to UTF-8 column with text {text!r}", UNICODE_ERROR)
+    if isinstance(error, apsw.Error):
+        code = getattr(error, "result", apsw.SQLITE_ERROR)
+        extended = getattr(error, "extendedresult", code)
+        base_name = str(apsw.mapping_result_codes.get(code, "SQLITE_ERROR"))
+        name = apsw.mapping_extended_result_codes.get(extended) or apsw.mapping_result_codes.get(extended, base_name)
+        return StatementFailed(str(error), base_name, str(name))
+    if isinstance(error, OverflowError | TypeError | ValueError):
+        return StatementFailed(str(error), ARGS_INVALID)
+    raise error
