@@ -252,6 +252,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A transaction in which nothing is done is rolled back after this long: it may hold the lock to write."""
     sql_lock_seconds: float = 7.5
     """How long a statement waits for the lock before it is answered with `SQLITE_BUSY`."""
+    sql_statement_seconds: float = 60.0
+    """How long a statement may take until its first row, and for each bunch of rows; then it is interrupted."""
     sql_answer_rows_max: int = 1_000_000
     sql_answer_bytes_max: int = 32 * MIB
     """Of one answer; a cursor has neither limit."""
@@ -284,7 +286,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             1 <= self.sql_database_streams_max <= self.sql_streams_max,
             "service.sql_database_streams_max lies in [1, sql_streams_max]",
         )
-        times = (self.sql_idle_seconds, self.sql_transaction_seconds, self.sql_lock_seconds)
+        times = (
+            self.sql_idle_seconds,
+            self.sql_transaction_seconds,
+            self.sql_lock_seconds,
+            self.sql_statement_seconds,
+        )
         _require(min(times) > 0, "service: times of SQL streams must be positive")
         _require(
             min(self.sql_answer_rows_max, self.sql_answer_bytes_max) >= 1, "service: limits of answers must be positive"

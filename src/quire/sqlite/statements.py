@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
@@ -33,6 +34,8 @@ from quire.core.errors import QuireError
 SqlValue = None | int | float | str | bytes
 Columns = tuple[tuple[str, str | None], ...]
 """(name, declared type) of each."""
+
+Deadline = Callable[[], AbstractContextManager[None]]
 
 NO_STATEMENT, MANY_STATEMENTS = "SQL_NO_STATEMENT", "SQL_MANY_STATEMENTS"
 ARGS_INVALID, UNICODE_ERROR = "ARGS_INVALID", "UNICODE_ERROR"
@@ -100,16 +103,18 @@ class _Run:
 class RunningStatement:
     """A statement that was begun: its columns, and its rows in bunches."""
 
-    __slots__ = ("_cursor", "columns")
+    __slots__ = ("_cursor", "_deadline", "columns")
 
-    def __init__(self, cursor: apsw.Cursor, columns: Columns) -> None:
+    def __init__(self, cursor: apsw.Cursor, columns: Columns, deadline: Deadline) -> None:
         self._cursor = cursor
+        self._deadline = deadline
         self.columns = columns
 
     def rows(self, count: int) -> list[tuple[SqlValue, ...]]:
         """The next rows; none at the end, where the statement is over."""
         try:
-            return list(islice(self._cursor, count))
+            with self._deadline():
+                return list(islice(self._cursor, count))
         except Exception as error:
             _fail(error)
 
@@ -117,8 +122,9 @@ class RunningStatement:
         """Run to the end; how many rows there were."""
         count = 0
         try:
-            for _ in self._cursor:
-                count += 1
+            with self._deadline():
+                for _ in self._cursor:
+                    count += 1
         except Exception as error:
             _fail(error)
         return count
@@ -131,9 +137,11 @@ class RunningStatement:
 class StatementRunner:
     """Runs statements on one connection, which waits for no lock."""
 
-    def __init__(self, connection: apsw.Connection) -> None:
+    def __init__(self, connection: apsw.Connection, deadline: Deadline = nullcontext) -> None:
+        """`deadline` bounds what SQLite does inside it: the beginning of a statement, and each bunch of its rows."""
         # constant after construction
         self.connection = connection
+        self._deadline = deadline
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes
         self.total_changes: Callable[[], int] = connection.total_changes
@@ -146,14 +154,15 @@ class StatementRunner:
         cursor, run = self.connection.cursor(), _Run(sql)
         cursor.exec_trace = run
         try:
-            cursor.execute(sql, bindings)
+            with self._deadline():
+                cursor.execute(sql, bindings)
         except apsw.BusyError as error:
             if is_autocommit or getattr(error, "extendedresult", 0) == apsw.SQLITE_BUSY:
                 raise LockRefused(str(error)) from error
             _fail(error)
         except Exception as error:
             _fail(error)
-        return RunningStatement(cursor, run.columns)
+        return RunningStatement(cursor, run.columns, self._deadline)
 
     def describe(self, sql: str) -> Description:
         """What the first statement of a text is; nothing is run."""

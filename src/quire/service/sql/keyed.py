@@ -2,7 +2,7 @@
 
 The pipeline is one transaction: key and answer are written by the very transaction that has its effects, into the table
 `quire_idempotency` of the same database. So no crash leaves one without the other, and no second log has to agree with the
-first ([048](../../../docs/decisions/048-keys-of-pipelines.md)). A repeat finds the key and is given the first answer. A key
+first (decision 049). A repeat finds the key and is given the first answer. A key
 belongs to its pipeline: with another one it is refused. Keys are kept for a day.
 
 A client's own BEGIN, COMMIT and ROLLBACK inside are savepoints of that transaction. A pipeline in which every request failed

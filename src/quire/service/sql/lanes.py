@@ -173,7 +173,7 @@ class WriterLane:
                 connection.runner.forget()
             except Exception as error:
                 job.error = error
-                connection.is_clean = False
+                connection.is_broken = True
             self._work, step = None, advance
             self._guard = take_unsynced(connection.runner.connection) or self._guard
             if not connection.is_clean:

@@ -9,26 +9,26 @@ Threads: any; a connection belongs to one at a time.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
+from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
+from quire.service.versions import parse_version
+from quire.sqlite.remote_policy import RemotePolicy, restrict
 from quire.sqlite.statements import StatementRunner
 
 CACHE_KIB = 4_096
 """Pages that a remote connection keeps: with SQLite's 64 MiB of a local one, 500 that have scanned a table would take 34 GB."""
 IDLE_MAX, IDLE_SECONDS = 64, 10.0
 """Connections that wait to be used again, over all databases, and for how long."""
-_LSN = re.compile(r"[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,21 @@ class SqlTarget:
 class SqlConnection:
     """A connection that a stream may use. Made by the pool."""
 
-    __slots__ = ("db_id", "idle_since", "is_clean", "runner", "target")
+    __slots__ = ("_policy", "db_id", "idle_since", "is_broken", "runner", "target")
 
-    def __init__(self, runner: StatementRunner, target: SqlTarget, db_id: int) -> None:
+    def __init__(self, runner: StatementRunner, policy: RemotePolicy, target: SqlTarget, db_id: int) -> None:
+        self._policy = policy
         self.runner = runner
         self.target = target
         self.db_id = db_id
         self.idle_since = 0.0
-        self.is_clean = True
+        self.is_broken = False
+        """Something went wrong with it that nobody understands."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing of its last program is left on it."""
+        return not self._policy.touched and not self.is_broken
 
     def close(self) -> None:
         """Close it; what was not committed is lost."""
@@ -71,11 +78,14 @@ class SqlConnection:
 class ConnectionPool:
     """All connections of remote programs."""
 
-    def __init__(self, store: StoreApi, limits: AnswerLimits, default_database: str = "") -> None:
+    def __init__(
+        self, store: StoreApi, limits: AnswerLimits, *, default_database: str = "", statement_seconds: float = 60.0
+    ) -> None:
         # constant after construction
         self._store = store
         self._limits = limits
         self._default = default_database
+        self._statement_seconds = statement_seconds
         # guarded by _lock
         self._lock = threading.Lock()
         self._idle: dict[tuple[int, str, bool], list[SqlConnection]] = {}
@@ -169,37 +179,17 @@ class ConnectionPool:
         try:
             connection.pragma("cache_size", -CACHE_KIB)
             connection.pragma("synchronous", synchronous)
-            if not target.writable:
-                connection.pragma("query_only", True)
-            runner = StatementRunner(connection)
+            policy = restrict(connection, self._store.manifest.clock)
+            policy.read_only = not target.writable
+            runner = StatementRunner(connection, partial(policy.deadline, self._statement_seconds))
         except BaseException:
             connection.close()
             raise
         self.opened += 1
-        return SqlConnection(runner, target, db_id)
+        return SqlConnection(runner, policy, target, db_id)
 
     def _connect(self, target: SqlTarget) -> Any:
         if not target.version:
             return self._store.sqlite(target.name, timeout=0)
-        try:
-            return self._store.sqlite(target.name, at=target.version, timeout=0)
-        except NotFound:
-            moment = moment_of(target.version)
-            if moment is None:
-                raise
-        return self._store.sqlite(target.name, at=moment, timeout=0)
-
-
-def moment_of(version: str) -> int | datetime | None:
-    """What a version names that is no snapshot: an lsn or a time; without a zone it is UTC.
-
-    >>> moment_of("4711"), moment_of("2026-01-31T12:00"), moment_of("monday")
-    (4711, datetime.datetime(2026, 1, 31, 12, 0, tzinfo=datetime.timezone.utc), None)
-    """
-    if _LSN.fullmatch(version):
-        return int(version)
-    try:
-        moment = datetime.fromisoformat(version)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+        version = parse_version(self._store.manifest, f"{target.name}@{target.version}")
+        return self._store.sqlite(version.name, at=version.at, timeout=0)

@@ -1,16 +1,49 @@
-"""The addresses of Hrana over HTTP and WebSocket."""
+"""The addresses of SQL over HTTP and WebSocket: Hrana 1 to 3 in JSON (W2), and databases as namespaces (W4).
+
+Which database: the header `x-namespace`, else the first label of the host, else the prefix `/db/NAME` of the path, else
+`service.sql_default_database`. Every address of Hrana exists with and without that prefix.
+
+A request's rights are looked at before its database is looked up. What a part of the protocol refuses (a baton, a stream too
+many) is told as `{"message", "code"}`, which the clients read; everything else as the HTTP side tells it.
+
+Threads: the event loop's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing, suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from starlette.routing import BaseRoute
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from quire.core.errors import InvalidInput
+from quire.service.grants import Grant
+from quire.service.sql import protocol as p
+from quire.service.sql.namespaces import NamespaceRoutes
+from quire.service.sql.pool import SqlTarget
+from quire.service.sql.service import SqlService, is_one_shot
+from quire.service.sql.session import SqlSession, Work
+from quire.service.sql.socket import PROTOCOLS, HranaSocket
+from quire.service.sql.streams import TOO_MANY, SqlStream, StreamRefused
+from quire.service.versions import base_name
 from quire.service.web.context import WebContext
+from quire.sqlite.statements import StatementFailed
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+
+NAMESPACE, KEY = "x-namespace", "idempotency-key"
+NAME_CHARACTERS_MAX = 300
+JSON, LINES = "application/json", "text/plain; charset=utf-8"
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class SqlPart:
@@ -18,17 +51,250 @@ class SqlPart:
 
     def __init__(self, context: WebContext) -> None:
         self._context = context
+        self._service: SqlService | None = None
 
     def routes(self) -> list[BaseRoute]:
         """Its addresses."""
-        return []
+        posts: dict[str, Endpoint] = {
+            "/v2/pipeline": self.pipeline,
+            "/v3/pipeline": self.pipeline,
+            "/v3/cursor": self.cursor,
+            "/v1/execute": self.execute,
+            "/v1/batch": self.batch,
+        }
+        gets: dict[str, Endpoint] = {"/v2": _supported, "/v3": _supported}
+        routes: list[BaseRoute] = []
+        for prefix in ("", "/db/{database}"):
+            routes += [Route(prefix + path, _told(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+            routes += [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+            routes += [Route(f"{prefix}/v3-protobuf{end}", _unsupported) for end in ("", "/pipeline", "/cursor")]
+        routes += [WebSocketRoute(path, self.socket) for path in ("/", "/db/{database}", "/db/{database}/")]
+        return [*routes, *NamespaceRoutes(self._context).routes()]
 
     async def start(self) -> None:
         """The event loop runs."""
+        self._service = SqlService(self._context.store)
 
     async def close(self) -> None:
-        """Give up what is open."""
+        """Roll back what is open."""
+        if self._service is not None:
+            await self._service.close()
+
+    @property
+    def service(self) -> SqlService:
+        """For other protocols over the same sessions."""
+        assert self._service is not None, "the event loop runs"
+        return self._service
 
     def collect(self) -> Iterable[Metric]:
         """Its figures."""
-        return ()
+        if self._service is None:
+            return
+        figures = self._service.figures()
+        yield GaugeMetricFamily("quire_sql_streams", "streams of SQL that are open", value=figures.streams_now)
+        for name, text, value in (
+            ("quire_sql_connections", "connections that were opened for streams", figures.connections_opened),
+            ("quire_sql_one_shots", "pipelines that closed themselves", figures.one_shots),
+            ("quire_sql_lane_writes", "of those, the ones that shared a sync with others", figures.lane_writes),
+            ("quire_sql_streams_refused", "streams too many, and batons that were not valid", figures.refused),
+            ("quire_sql_streams_expired", "streams that were closed because nobody used them", figures.expired),
+            ("quire_sql_transactions_expired", "transactions that were rolled back so", figures.rolled_back),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+
+    # ── who asks for what ─────────────────────────────────────────────────────────────────────────────────────────────
+    def database(self, connection: HTTPConnection) -> str:
+        """The database that a request names, with its version."""
+        name = (
+            connection.headers.get(NAMESPACE)
+            or self._context.gate.database_label(connection.headers)
+            or connection.path_params.get("database")
+            or self._context.settings.sql_default_database
+        )
+        if not name or len(name) > NAME_CHARACTERS_MAX:
+            hint = f"send the header {NAMESPACE}, or use the path /db/NAME"
+            raise InvalidInput("the request names no database", hint=hint)
+        return str(name)
+
+    def _target(self, connection: HTTPConnection, grant: Grant) -> SqlTarget:
+        text = self.database(connection)
+        name = base_name(text)
+        grant.check(name)
+        return SqlTarget.parse(text, writable=grant.may(name, write=True))
+
+    # ── pipelines ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def pipeline(self, request: Request) -> Response:
+        """`POST /v2/pipeline`, `/v3/pipeline`."""
+        grant = self._context.gate.grant(request)
+        target = self._target(request, grant)
+        body = p.read_pipeline(await self._context.read_body(request))
+        if any(isinstance(step, p.CloseRequest) for step in body.requests[:-1]):
+            raise InvalidInput("`close` is the last request of a pipeline")
+        if is_one_shot(body):
+            key = request.headers.get(KEY, "")
+            return Response(await self.service.one_shot(target, body.requests, key=key), media_type=JSON)
+        stream = self._stream(body.baton, target, grant)
+        async with stream.lock:
+            try:
+                answer = await self._run_pipeline(stream, body)
+            except BaseException:
+                await self.service.streams.close(stream)
+                raise
+        return Response(answer, media_type=JSON)
+
+    async def _run_pipeline(self, stream: SqlStream, body: p.PipelineBody) -> bytes:
+        if stream.is_closed:  # while this request waited for a cursor of it
+            raise StreamRefused("the stream is closed", "STREAM_EXPIRED")
+        ends = bool(body.requests) and isinstance(body.requests[-1], p.CloseRequest)
+        results = await self.service.run(stream, lambda session: _answers(session, body.requests))
+        if ends:
+            await self.service.streams.close(stream)
+        baton = None if ends else self.service.streams.baton(stream)
+        return p.encode(p.PipelineAnswer(baton, None, results))
+
+    def _stream(self, baton: str | None, target: SqlTarget, grant: Grant) -> SqlStream:
+        streams = self.service.streams
+        try:
+            return streams.open(target, grant) if baton is None else streams.resume(baton, target, grant)
+        except StreamRefused as refused:
+            self._context.limits.hit("sql_streams" if refused.code == TOO_MANY else "sql_batons")
+            raise
+
+    # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def cursor(self, request: Request) -> Response:
+        """`POST /v3/cursor`: lines, as they are made."""
+        grant = self._context.gate.grant(request)
+        target = self._target(request, grant)
+        body = p.read_cursor(await self._context.read_body(request))
+        stream = self._stream(body.baton, target, grant)
+        return CursorResponse(self.service, stream, body.batch)
+
+    # ── version 1 ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def execute(self, request: Request) -> Response:
+        """`POST /v1/execute`."""
+        target = self._target(request, self._context.gate.grant(request))
+        body = p.read_execute(await self._context.read_body(request))
+        return await self._single(target, p.ExecuteRequest(body.stmt))
+
+    async def batch(self, request: Request) -> Response:
+        """`POST /v1/batch`."""
+        target = self._target(request, self._context.gate.grant(request))
+        body = p.read_batch(await self._context.read_body(request))
+        return await self._single(target, p.BatchRequest(body.batch))
+
+    async def _single(self, target: SqlTarget, request: p.ExecuteRequest | p.BatchRequest) -> Response:
+        """Version 1 answers with the result alone, and with a status for an error."""
+
+        def run(session: SqlSession) -> Work[bytes]:
+            response = yield from session.respond(request)
+            assert isinstance(response, p.ExecuteResponse | p.BatchResponse)
+            return p.encode({"result": response.result})
+
+        return Response(await self.service.in_session(target, run), media_type=JSON)
+
+    # ── WebSocket ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def socket(self, websocket: WebSocket) -> None:
+        """Many streams over one socket."""
+        offered = websocket.scope.get("subprotocols") or []
+        chosen = next((name for name in PROTOCOLS if name in offered), None)
+        if offered and chosen is None:
+            await websocket.close()  # before it is accepted: 403
+            return
+        await websocket.accept(chosen)
+
+        def admit(jwt: str | None) -> tuple[SqlTarget, Grant]:
+            gate = self._context.gate
+            grant = gate.grant(websocket) if jwt is None else gate.grant_of_token(jwt)
+            return self._target(websocket, grant), grant
+
+        connection = HranaSocket(self.service, admit, websocket.send_text)
+        try:
+            while True:
+                await connection.receive(await websocket.receive_text())
+        except WebSocketDisconnect:
+            pass
+        except InvalidInput as error:
+            with suppress(RuntimeError):
+                await websocket.close(code=1008, reason=error.what[:100])
+        finally:
+            await connection.close()
+
+
+def _answers(session: SqlSession, requests: list[p.StreamRequest]) -> Work[list[p.StreamOk | p.StreamError]]:
+    results = []
+    for request in requests:
+        results.append((yield from session.answer(request)))
+    return results
+
+
+class CursorResponse(Response):
+    """The lines of a cursor. One bunch is in memory; the next is made when the client has taken it."""
+
+    def __init__(self, service: SqlService, stream: SqlStream, batch: p.WireBatch) -> None:
+        self._service = service
+        self._stream = stream
+        self._batch = batch
+        super().__init__(media_type=LINES)
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Answer. The stream is free when the last line is sent, and closed if the client goes before."""
+        stream, streams = self._stream, self._service.streams
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        async with stream.lock:
+            try:
+                await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
+                first = p.encode_lines([p.CursorAnswer(streams.baton(stream), None)])
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async with aclosing(self._entries()) as entries:
+                    async for lines in entries:
+                        await send({"type": "http.response.body", "body": lines, "more_body": True})
+                        if leaving.done():
+                            raise ConnectionAbortedError
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except BaseException:
+                await streams.close(stream)
+                raise
+            finally:
+                leaving.cancel()
+
+    async def _entries(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(self._service.cursor(self._stream, self._batch)) as entries:
+                async for lines in entries:
+                    yield lines
+        except StatementFailed as failed:
+            yield p.encode_lines([p.CursorError(p.WireError.of(failed))])
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def _told(endpoint: Endpoint) -> Endpoint:
+    """An endpoint whose refusals are told as the protocol says."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except StreamRefused as refused:
+            status = HTTPStatus.SERVICE_UNAVAILABLE if refused.code == TOO_MANY else HTTPStatus.BAD_REQUEST
+            return _refusal(p.WireError(str(refused), refused.code), status)
+        except StatementFailed as failed:
+            return _refusal(p.WireError.of(failed), HTTPStatus.BAD_REQUEST)
+
+    return answer
+
+
+def _refusal(error: p.WireError, status: int) -> Response:
+    return Response(p.encode(error), status, media_type=JSON)
+
+
+async def _supported(_: Request) -> Response:
+    return Response(b"", HTTPStatus.OK)
+
+
+async def _unsupported(_: Request) -> Response:
+    """Clients that ask for protobuf fall back to JSON."""
+    return _refusal(p.WireError("protobuf is not supported: use JSON", "PROTOBUF_NOT_SUPPORTED"), HTTPStatus.NOT_FOUND)

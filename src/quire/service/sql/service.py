@@ -15,7 +15,7 @@ are parts of answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -64,7 +64,12 @@ class SqlService:
         self._loop = asyncio.get_running_loop()
         self._threads = SqlThreads(settings.sql_threads)
         limits = AnswerLimits(rows_max=settings.sql_answer_rows_max, bytes_max=settings.sql_answer_bytes_max)
-        self.pool = ConnectionPool(store, limits, settings.sql_default_database)
+        self.pool = ConnectionPool(
+            store,
+            limits,
+            default_database=settings.sql_default_database,
+            statement_seconds=settings.sql_statement_seconds,
+        )
         self.streams = StreamRegistry(
             _stream_limits(settings), close_stream=self._close_connection, roll_back=self._roll_back
         )
@@ -154,7 +159,7 @@ class SqlService:
             stream.session = self.pool.session_on(stream.connection, stream.sqls)
         return stream.session
 
-    async def cursor(self, stream: SqlStream, batch: p.WireBatch) -> AsyncIterator[bytes]:
+    async def cursor(self, stream: SqlStream, batch: p.WireBatch) -> AsyncGenerator[bytes]:
         """Run a batch, a bunch of lines at a time; the caller holds the stream's lock, and closes the iterator."""
         queue = self.queue(stream.target.name)
         work = self._cursor_on(stream, batch)

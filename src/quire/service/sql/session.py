@@ -91,6 +91,9 @@ class StoredSqls:
         self._texts: dict[int, str] = {}
         self._bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._texts)
+
     def store(self, sql_id: int, sql: str) -> None:
         """Keep a text under a number."""
         if sql_id in self._texts:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
 
 import msgspec
 
 from quire.core.errors import QuireError
+from quire.service.grants import Grant
 from quire.service.sql import protocol as p
 from quire.service.sql.pool import SqlTarget
 from quire.service.sql.service import SqlService
@@ -37,11 +37,8 @@ PROTOCOLS = ("hrana3", "hrana2", "hrana1")
 """In the order in which they are preferred; without any it is `hrana1`."""
 
 
-class Admit(Protocol):
-    """Who a caller is."""
-
-    async def __call__(self, jwt: str | None) -> tuple[SqlTarget, str]:
-        """(the target, with whether it may be written to; the caller); raises `QuireError`."""
+Admit = Callable[[str | None], tuple[SqlTarget, Grant]]
+"""What a caller may do: the database, with whether it may be written to. Raises `QuireError`."""
 
 
 class _SocketCursor:
@@ -49,7 +46,7 @@ class _SocketCursor:
 
     __slots__ = ("entries", "is_done", "lines", "stream")
 
-    def __init__(self, stream: SqlStream, entries: AsyncIterator[bytes]) -> None:
+    def __init__(self, stream: SqlStream, entries: AsyncGenerator[bytes, None]) -> None:
         self.stream = stream
         self.entries = entries
         self.lines: deque[bytes] = deque()
@@ -67,7 +64,7 @@ class HranaSocket:
         self._places = asyncio.Semaphore(REQUESTS_MAX)
         # the loop's
         self._target: SqlTarget | None = None
-        self._caller = ""
+        self._grant = Grant.NOTHING
         self._sqls = StoredSqls()
         self._streams: dict[int, SqlStream] = {}
         self._cursors: dict[int, _SocketCursor] = {}
@@ -93,7 +90,7 @@ class HranaSocket:
 
     async def _hello(self, message: p.HelloMessage) -> None:
         try:
-            target, self._caller = await self._admit(message.jwt)
+            target, self._grant = self._admit(message.jwt)
         except QuireError as error:
             self._target = None
             await self._reply(p.HelloError(p.WireError(str(error), "AUTH_FAILED")))
@@ -122,6 +119,8 @@ class HranaSocket:
         """What depends on the order of messages is done here; the rest is awaited."""
         if self._target is None:
             raise StatementFailed("say hello first, with a token that is valid", "AUTH_FAILED")
+        if self._grant.is_expired:
+            raise StatementFailed("the token has expired: say hello with a new one", "AUTH_FAILED")
         match request:
             case p.OpenStreamRequest(stream_id=stream_id):
                 self._open_stream(stream_id, self._target)
@@ -148,7 +147,7 @@ class HranaSocket:
         if len(self._streams) >= STREAMS_MAX:
             raise StatementFailed(f"a socket has at most {STREAMS_MAX} streams", "TOO_MANY_STREAMS")
         try:
-            self._streams[stream_id] = self._service.streams.open(target, self._caller, is_lasting=True)
+            self._streams[stream_id] = self._service.streams.open(target, self._grant, is_lasting=True)
         except StreamRefused as refused:
             raise StatementFailed(str(refused), refused.code) from None
 
@@ -211,7 +210,7 @@ class HranaSocket:
         if not cursor.is_done:
             cursor.is_done = True
             try:
-                await cursor.entries.aclose()  # type: ignore[attr-defined]  # it is an asynchronous generator
+                await cursor.entries.aclose()
             finally:
                 cursor.stream.lock.release()
 

@@ -36,8 +36,6 @@ assert _BATON.size == 16
 
 INVALID, REUSED, EXPIRED, TOO_MANY = "BATON_INVALID", "BATON_REUSED", "STREAM_EXPIRED", "TOO_MANY_STREAMS"
 TRANSACTION_TIMEOUT = "TRANSACTION_TIMEOUT"
-RELEASE_SECONDS = 2.0
-"""A stream that waits this long between two requests gives its cached pages back."""
 
 
 class StreamRefused(Exception):
@@ -64,7 +62,6 @@ class SqlStream:
     __slots__ = (
         "caller",
         "connection",
-        "has_released",
         "is_closed",
         "is_in_transaction",
         "is_lasting",
@@ -77,7 +74,7 @@ class SqlStream:
         "used_at",
     )
 
-    def __init__(self, number: int, target: SqlTarget, caller: str, now: float) -> None:
+    def __init__(self, number: int, target: SqlTarget, caller: object, now: float) -> None:
         # constant after construction
         self.number = number
         self.target = target
@@ -91,12 +88,17 @@ class SqlStream:
         self.connection: SqlConnection | None = None
         self.session: SqlSession | None = None
         self.is_in_transaction = False
-        self.has_released = False
         # the registry's
         self.turn = 0
         """Of the baton that is out; 0 if none is."""
         self.used_at = now
         self.is_closed = False
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether its client would not notice a new one in its place."""
+        is_clean = self.connection is None or self.connection.is_clean
+        return not self.lock.locked() and not self.is_in_transaction and not len(self.sqls) and is_clean
 
 
 StreamEnd = Callable[[SqlStream], Awaitable[None]]
@@ -123,6 +125,7 @@ class StreamRegistry:
         # the loop's
         self._streams: dict[int, SqlStream] = {}
         self._of_database: dict[str, int] = {}
+        self._closing: set[asyncio.Future[None]] = set()
         self.refused = 0
         self.expired = 0
         self.rolled_back = 0
@@ -131,18 +134,37 @@ class StreamRegistry:
         return len(self._streams)
 
     # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
-    def open(self, target: SqlTarget, caller: str, *, is_lasting: bool = False) -> SqlStream:
+    def open(self, target: SqlTarget, caller: object, *, is_lasting: bool = False) -> SqlStream:
         """A new stream, still without a connection."""
+        if self._of_database.get(target.name, 0) >= self._limits.per_database_max:
+            self._make_room(target.name)
+        elif len(self._streams) >= self._limits.streams_max:
+            self._make_room(None)
         count = self._of_database.get(target.name, 0)
-        if len(self._streams) >= self._limits.streams_max or count >= self._limits.per_database_max:
-            self.refused += 1
-            which = "this database" if count >= self._limits.per_database_max else "the server"
-            raise StreamRefused(f"{which} has too many open streams: close some, or try again later", TOO_MANY)
         number = secrets.randbits(63) | 1
         stream = self._streams[number] = SqlStream(number, target, caller, self._clock())
         stream.is_lasting = is_lasting
         self._of_database[target.name] = count + 1
         return stream
+
+    def _make_room(self, database: str | None) -> None:
+        """Close the stream that was idle for longest and keeps nothing: many clients never close theirs, and need no baton of
+        a stream without a transaction."""
+        idle = (
+            stream
+            for stream in self._streams.values()
+            if database in (None, stream.target.name) and not stream.is_lasting and stream.keeps_nothing
+        )
+        stream = min(idle, key=lambda stream: stream.used_at, default=None)
+        if stream is None:
+            self.refused += 1
+            which = "the server" if database is None else "this database"
+            raise StreamRefused(f"{which} has too many open streams: close some, or try again later", TOO_MANY)
+        self.expired += 1
+        self._forget(stream)
+        task = asyncio.ensure_future(self._close_stream(stream))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self, stream: SqlStream) -> None:
         """Roll back, and give the connection back; the caller holds the stream's lock."""
@@ -169,7 +191,7 @@ class StreamRegistry:
     def _signature(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")[:_SIGNATURE_BYTES]
 
-    def resume(self, baton: str, target: SqlTarget, caller: str) -> SqlStream:
+    def resume(self, baton: str, target: SqlTarget, caller: object) -> SqlStream:
         """The stream of a baton, which is used up by that. Its lock may be held: the caller waits for it."""
         number, turn = self._read(baton)
         stream = self._streams.get(number)
@@ -205,7 +227,6 @@ class StreamRegistry:
     def touch(self, stream: SqlStream) -> None:
         """A request of it has ended: it is idle from now on."""
         stream.used_at = self._clock()
-        stream.has_released = False
 
     async def sweep(self) -> None:
         """End what was idle for too long."""
@@ -243,3 +264,5 @@ class StreamRegistry:
         for stream in [*self._streams.values()]:
             async with stream.lock:
                 await self.close(stream)
+        if self._closing:
+            await asyncio.wait(self._closing)

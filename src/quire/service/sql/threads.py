@@ -121,7 +121,7 @@ class SqlThreads:
 class LockQueue:
     """Who waits for the write lock of a database, from this event loop."""
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("__weakref__", "_waiting")
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

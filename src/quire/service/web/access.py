@@ -33,6 +33,8 @@ from quire.service.tokens import Tokens
 from quire.service.web.answers import HttpError
 
 LOCALHOST = "localhost"
+NO_TOKEN = frozenset({"", "None", "null", "undefined"})
+"""What clients send in the place of a token that they were not given: `libsql-client` sends `Bearer None`."""
 LOOPBACK_WRITES = Grant(holder="loopback", everywhere=Access.WRITE, is_anonymous=True)
 LOOPBACK_READS = Grant(holder="loopback", everywhere=Access.READ, is_anonymous=True)
 
@@ -81,6 +83,8 @@ class WebGate:
         if shown is None:
             return self._anonymous
         scheme, _, token = shown.partition(" ")
+        if scheme.lower() == "bearer" and token.strip() in NO_TOKEN:
+            return self._anonymous
         return self.grant_of_token(token.strip() if scheme.lower() == "bearer" else "")
 
     def grant_of_token(self, token: str | None) -> Grant:

@@ -1,0 +1,135 @@
+"""Databases as namespaces, as libSQL's servers have them: created, forked, listed and dropped over HTTP (W4).
+
+Threads: the event loop's; the store's calls run in threads.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from quire.core.errors import InvalidInput
+from quire.manifest.records import DbKind
+from quire.service.values import DatabaseInfo
+from quire.service.versions import parse_version
+from quire.service.web.answers import json_bytes
+from quire.service.web.context import WebContext
+
+PAGE_DEFAULT, PAGE_MAX = 100, 1_000
+BODY_BYTES_MAX = 64 * 1024
+JSON = "application/json"
+
+
+class ForkBody(msgspec.Struct, frozen=True):
+    """What may stand in the body of a fork: the moment, as libSQL's servers and as quire name it."""
+
+    timestamp: str | None = None
+    at: str | int | None = None
+
+
+class NamespaceRoutes:
+    """Endpoints for the administrator."""
+
+    def __init__(self, context: WebContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[BaseRoute]:
+        """Their addresses."""
+        return [
+            Route("/v1/namespaces", self.list, methods=["GET"]),
+            Route("/v1/namespaces/{name}/create", self.create, methods=["POST"]),
+            Route("/v1/namespaces/{name}/fork/{new_name}", self.fork, methods=["POST"]),
+            Route("/v1/namespaces/{name}", self.drop, methods=["DELETE"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """`POST /v1/namespaces/NAME/create`."""
+        self._check_admin(request)
+        await self._context.read_body(request, BODY_BYTES_MAX)  # libSQL's options: none of them is needed
+        info = await self._context.call(self._context.store.create, request.path_params["name"], "pages")
+        return _answer(_shown(info))
+
+    async def fork(self, request: Request) -> Response:
+        """`POST /v1/namespaces/NAME/fork/NEW`, as it is now or was at a moment."""
+        self._check_admin(request)
+        raw = await self._context.read_body(request, BODY_BYTES_MAX)
+        try:
+            body = msgspec.json.decode(raw, type=ForkBody) if raw.strip() else ForkBody()
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"the request cannot be read: {error}", hint='as in {"at": "monday"}') from None
+        params = request.path_params
+        info = await self._context.call(self._fork, params["name"], params["new_name"], body)
+        return _answer(_shown(info))
+
+    def _fork(self, name: str, new_name: str, body: ForkBody) -> DatabaseInfo:
+        store = self._context.store
+        moment = body.at if body.at is not None else body.timestamp
+        if moment is None:
+            return store.fork(name, new_name)
+        version = parse_version(store.manifest, f"{name}@{_with_zone(str(moment))}")
+        store.sqlite(new_name, fork_of=name, fork_at=version.at).close()
+        return store.database(new_name)
+
+    async def drop(self, request: Request) -> Response:
+        """`DELETE /v1/namespaces/NAME`; one with snapshots only with `?snapshots=true`."""
+        self._check_admin(request)
+        with_snapshots = request.query_params.get("snapshots") == "true"
+        info = await self._context.call(self._drop, request.path_params["name"], with_snapshots)
+        return _answer(_shown(info))
+
+    def _drop(self, name: str, with_snapshots: bool) -> DatabaseInfo:
+        return self._context.store.drop(name, snapshots=with_snapshots)
+
+    async def list(self, request: Request) -> Response:
+        """`GET /v1/namespaces?after=NAME&limit=100`: the databases that the caller may use, by name."""
+        grant = self._context.gate.grant(request)
+        after, limit = request.query_params.get("after", ""), _limit(request.query_params.get("limit"))
+        infos = await self._context.call(self._context.store.databases)
+        allowed = [info for info in infos if info.kind is DbKind.PAGES and info.name > after and grant.may(info.name)]
+        page = sorted(allowed, key=lambda info: info.name)[:limit]
+        following = page[-1].name if len(allowed) > limit else None
+        return _answer({"namespaces": [_shown(info) for info in page], "next": following})
+
+    def _check_admin(self, request: Request) -> None:
+        self._context.gate.grant(request).check_admin()
+
+
+def _shown(info: DatabaseInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "created_at_ms": info.created_at_ms,
+        "parent": info.parent,
+        "snapshots": info.snapshots,
+        "status": info.status.name.lower(),
+    }
+
+
+def _answer(value: Any) -> Response:
+    return Response(json_bytes(value), HTTPStatus.OK, media_type=JSON)
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return PAGE_DEFAULT
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= PAGE_MAX):
+        raise InvalidInput("limit is a number", hint=f"between 1 and {PAGE_MAX}", limit=text[:20])
+    return int(text)
+
+
+def _with_zone(moment: str) -> str:
+    """libSQL's timestamps have no zone, and mean UTC.
+
+    >>> _with_zone("2026-01-31T12:00:00"), _with_zone("monday")
+    ('2026-01-31T12:00:00+00:00', 'monday')
+    """
+    try:
+        parsed = datetime.fromisoformat(moment)
+    except ValueError:
+        return moment
+    return moment if parsed.tzinfo is not None or moment.isdecimal() else f"{moment}+00:00"
