@@ -7,7 +7,10 @@ import ast
 from quire.core.barrier import OURS
 from tests.rules.tree import sources
 
-CALLERS = {"src/quire/service/web/server.py: web-call"}
+CALLERS = {
+    "src/quire/service/sql/threads.py: sql-worker-{len(self._threads)}",
+    "src/quire/service/web/server.py: web-call",
+}
 """Threads that acknowledge changes to somebody."""
 GIVEN = {"src/quire/jobs/leases.py", "src/quire/jobs/runner.py", "src/quire/archive/archiver.py"}
 """Modules whose callers choose the name."""
