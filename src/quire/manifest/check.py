@@ -147,7 +147,9 @@ def _is_too_high(txn: ReadTxn, problem: Problem) -> bool:
 _FROM_HOLDERS = frozenset({"R1", "R2"})
 """Rules whose fixes are counted from other rows."""
 
-CONTAINED = (t.RETENTION, t.AUDIT, t.RETIRED, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY)
+CONTAINED = (
+    t.RETENTION, t.AUDIT, t.RETIRED, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY, t.REPLICA_POSITIONS
+)  # fmt: skip
 """Tables whose damaged rows concern one database, object, subscriber or reader."""
 
 _COUNTING = frozenset({"R1", "R4", "S2"})
@@ -252,6 +254,7 @@ def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
         t.LSM_CATALOG,
         t.LSM_ENDS,
         t.FOLLOWED_FILES,
+        t.REPLICA_POSITIONS,
         t.PAGE_VERSION_INDEX,
         t.PAGE_VERSION_HEAD,
     ):

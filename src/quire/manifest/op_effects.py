@@ -139,7 +139,7 @@ TOUCHES: dict[type[Op], Touches] = {
     databases.RecordLsmEnds: _touches(t.LSM_ENDS, databases=_DB),
     local.FollowSqliteFile: _touches(t.FOLLOWED_FILES, databases=_DB),
     databases.RemoveDb: _touches(
-        t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, t.METRICS, *_COUNTS, databases=_DB
+        t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, t.REPLICA_POSITIONS, t.METRICS, *_COUNTS, databases=_DB
     ),
     # artifacts, slots, counts
     artifacts.PutChunk: _touches(t.CHUNK_CATALOG, t.GC_REFCOUNTS, databases=_ORIGIN),
@@ -207,6 +207,8 @@ TOUCHES: dict[type[Op], Touches] = {
     local.DropReader: _touches(t.SNAPSHOT_READERS, databases=_DB),
     local.SetFloor: _touches(t.SNAPSHOT_FLOOR, databases=_DB),
     local.PruneIdempotency: _touches(t.IDEMPOTENCY),
+    local.PutReplicaPosition: _touches(t.REPLICA_POSITIONS, databases=_DB),
+    local.DropReplicaPositions: _touches(t.REPLICA_POSITIONS, databases=_DB),
     local.SetObjectPlace: _touches(t.META),
     local.RecordVerification: _touches(t.META),
     cursors.RegisterCursor: _touches(t.CHANGE_CURSORS, t.CURSOR_NAMES, t.META),

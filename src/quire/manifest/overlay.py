@@ -375,6 +375,7 @@ class Overlay:
         self.snapshot_floor = view(t.SNAPSHOT_FLOOR)
         self.metrics = view(t.METRICS, keep=True)
         self.idempotency = view(t.IDEMPOTENCY)
+        self.replica_positions = view(t.REPLICA_POSITIONS)
         self.job_leases = view(t.JOB_LEASES)
         self.meta = view(t.META, keep=True)
         self.db_names = view(t.DB_NAMES)

@@ -526,6 +526,15 @@ class TimelineRecord(Record, frozen=True):
     began_at_ms: UInt
 
 
+class ReplicaPositionRecord(Record, frozen=True):
+    """What a frame number means that an embedded replica was given: a version of one history of its database (W6)."""
+
+    lsn: UInt
+    range_start: UInt
+    """First number of the range that the store was in then: of another range it is another history."""
+    at_ms: UInt
+
+
 class IdempotencyRecord(Record, frozen=True):
     """What a batch with this key answered (M11)."""
 

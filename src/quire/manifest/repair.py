@@ -40,6 +40,7 @@ GIVEN_UP: dict[t.Table[Any], str] = {
     t.SNAPSHOT_READERS: "the lease of a reader is lost: it has to begin again",
     t.METRICS: "a rolling metric begins anew",
     t.IDEMPOTENCY: "the answer to a keyed batch is lost: a repeat of it would be applied again",
+    t.REPLICA_POSITIONS: "an embedded replica fetches the whole database once more",
 }
 """Tables whose rows may go because nothing is deleted or promised by their absence, and what it means."""
 

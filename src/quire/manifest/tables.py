@@ -191,6 +191,13 @@ LSM_ENDS = Table("lsm_ends", "db_id u32", r.LsmEndsRecord, _LOCAL, "acknowledged
 FOLLOWED_FILES = Table(
     "followed_files", "db_id u32", r.FollowedFileRecord, _LOCAL, "SQLite files that the owner follows"
 )
+REPLICA_POSITIONS = Table(
+    "replica_positions",
+    "db_id u32, generation u32, frame u32",
+    r.ReplicaPositionRecord,
+    _LOCAL,
+    "versions that embedded replicas have",
+)
 META = Table("meta", "name text", r.MetaRecord, _LOCAL, "facts about this environment")
 LAST_VERIFICATION = "last_verification"
 """The row of `meta` with what the last verification of the whole store found in files that are no artifacts."""
@@ -212,9 +219,16 @@ JOBS_BY_STATE = Table(
 GC_ZERO = Table("gc_zero", _ARTIFACT, r.IndexRecord, _DERIVED, "artifacts at zero → since when", packed="Q")
 
 NOT_ARCHIVED = frozenset(
-    {SNAPSHOT_READERS.name, SNAPSHOT_FLOOR.name, METRICS.name, JOB_LEASES.name, FOLLOWED_FILES.name}
+    {
+        SNAPSHOT_READERS.name,
+        SNAPSHOT_FLOOR.name,
+        METRICS.name,
+        JOB_LEASES.name,
+        FOLLOWED_FILES.name,
+        REPLICA_POSITIONS.name,
+    }
 )
-"""Tables about processes of this machine: a restored store begins without their rows."""
+"""Tables about processes of this machine, or about this history: a restored store begins without their rows."""
 
 
 def retired_digest(url: str, name: str) -> bytes:

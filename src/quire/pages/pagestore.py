@@ -203,6 +203,12 @@ class PageStore:
         lease, mark = self.readers.open_newest(newest, tags=tags, ttl_seconds=ttl_seconds)
         return Snapshot(self.versions, mark, lease)
 
+    def open_mark(
+        self, mark: Mark, *, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS
+    ) -> Snapshot:
+        """Another lease on a version that somebody has open."""
+        return Snapshot(self.versions, mark, self.readers.open(mark.lsn, tags=tags, ttl_seconds=ttl_seconds))
+
     def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot:
         for tries_left in reversed(range(OPEN_TRIES)):
             try:

@@ -60,7 +60,7 @@ RESTORED = tuple(
     if table.policy is t.Policy.LOGGED and table is not t.GENERATION_WATERMARKS  # the writer's own
 )
 """Tables whose rows `RestoreRow` sets."""
-RESTORED_LOCAL = (t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY)
+RESTORED_LOCAL = (t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY, t.REPLICA_POSITIONS)
 """Tables whose rows `RestoreLocalRow` sets."""
 
 

@@ -255,6 +255,8 @@ class RemoveDb(Op, frozen=True, tag=16):
         tables.snapshot_floor.delete(t.SNAPSHOT_FLOOR.key.pack(self.db_id))
         for key, _ in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
             tables.snapshot_readers.delete(key)
+        for key, _ in list(tables.replica_positions.scan(t.REPLICA_POSITIONS.key.prefix(self.db_id))):
+            tables.replica_positions.delete(key)
         for kind in MetricKind:
             tables.metrics.delete(t.METRICS.key.pack(self.db_id, kind))
         if record.namespace_id:

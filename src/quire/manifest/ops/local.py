@@ -1,4 +1,4 @@
-"""Operations on local tables: readers, metrics, answers to keyed batches, followed files, where the objects are.
+"""Operations on local tables: readers, replicas, metrics, answers to keyed batches, followed files, where the objects are.
 
 None of them enters the feed.
 """
@@ -7,12 +7,20 @@ import math
 
 import msgspec
 
-from quire.core.errors import InvalidInput, WrongKind
+from quire.core.errors import AlreadyExists, InvalidInput, WrongKind
 from quire.manifest import tables as t
 from quire.manifest.metrics import observe
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import DbKind, FloorRecord, FollowedFileRecord, MetaRecord, ReaderRecord, UInt
+from quire.manifest.records import (
+    DbKind,
+    FloorRecord,
+    FollowedFileRecord,
+    MetaRecord,
+    ReaderRecord,
+    ReplicaPositionRecord,
+    UInt,
+)
 
 
 class RecordMetric(Op, frozen=True, tag=90):
@@ -83,6 +91,37 @@ class PruneIdempotency(Op, frozen=True, tag=98):
         expired = (key for key, row in tables.idempotency.scan() if row.expires_at_ms <= at_ms)
         for key, _ in zip(list(expired), range(self.limit)):
             tables.idempotency.delete(key)
+
+
+class PutReplicaPosition(Op, frozen=True, tag=190):
+    """An embedded replica is told a frame number, and what it means; one number never means two versions."""
+
+    logged = False
+    db_id: UInt
+    generation: UInt
+    frame: UInt
+    lsn: UInt
+    range_start: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.database(self.db_id)
+        key = t.REPLICA_POSITIONS.key.pack(self.db_id, self.generation, self.frame)
+        before = tables.replica_positions.get(key)
+        if before is not None and (before.lsn, before.range_start) != (self.lsn, self.range_start):
+            raise AlreadyExists("this frame number means another version", db_id=self.db_id, frame=self.frame)
+        tables.replica_positions.put(key, ReplicaPositionRecord(self.lsn, self.range_start, at_ms))
+
+
+class DropReplicaPositions(Op, frozen=True, tag=191):
+    """Frame numbers that no replica is expected to come back with: (generation, frame) of each."""
+
+    logged = False
+    db_id: UInt
+    positions: list[tuple[int, int]]
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        for generation, frame in self.positions:
+            tables.replica_positions.delete(t.REPLICA_POSITIONS.key.pack(self.db_id, generation, frame))
 
 
 class SetObjectPlace(Op, frozen=True, tag=120):

@@ -1,0 +1,175 @@
+"""Answers to libSQL's embedded replicas: frames of a write-ahead log that lead from the version that a replica has to the
+newest.
+
+A frame is 24 bytes (page number from 1, size of the database in pages if it ends a transaction, and 16 bytes that the
+client fills in itself), then the page. All frames that lead to a version are one transaction: the last one has the size.
+The client takes as many frames as it gets, whatever it asked for, and counts them.
+
+What a replica gets
+  nothing new              `EndOfFrames` with its own generation: it is done
+  frames                   of the pages that may have changed, from one version
+  its pair is not known    `EndOfFrames` with a higher generation. It enters the next one, asks again, and gets every page
+                           there (`positions.py`, rules 2 and 4): a replica of another history never keeps a page of it.
+
+An answer has at most `FRAMES_MAX` frames. A longer one is cut at a multiple of `STEP` that no other one is cut at; the
+version is held until the replica comes for the rest. If it is not there any more, because the server was restarted,
+`Conflict`: the replica forgets the frames of the transaction that was not finished, and begins again from what it has.
+
+Threads: any; one lock. Raises `InvalidInput`, `Conflict`, and what opening a database raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from struct import Struct
+
+from pyroaring import BitMap
+
+from quire.core.errors import Conflict, InvalidInput
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.manifest.store import ManifestStore
+from quire.pages.pagestore import PageStore
+from quire.pages.snapshot import Snapshot
+from quire.service.replicas.held_versions import HeldVersions
+from quire.service.replicas.positions import GENERATION_MAX, STEP, Positions, next_generation
+from quire.service.replicas.pulls import history_of, pages_since, require_pages
+from quire.service.replicas.revisions import HistoryId
+
+FRAME_HEAD = Struct(">II16x")
+FRAME_HEAD_BYTES = 24
+FRAMES_MAX = 64 * 256
+"""64 MiB of pages: a client has an answer in memory."""
+TRANSFERS_MAX = 64
+NUMBER_MAX = (1 << 32) - 1
+
+assert FRAME_HEAD.size == FRAME_HEAD_BYTES
+assert FRAMES_MAX % STEP == 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfFrames:
+    """There is nothing behind the replica's frame number; `generation`: where to ask next, or its own."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FramesPlan:
+    """Frames to send, of the version that a reader has open."""
+
+    reader: Snapshot
+    pages: array[int]
+    """The page of each frame, from 0."""
+    ends: bool
+    """Whether the last frame ends the transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """What is left of an answer that was cut."""
+
+    history: HistoryId
+    lsn: int
+    pages: array[int]
+
+
+class FrameAnswers:
+    """Plans answers, and remembers the rest of those that were cut."""
+
+    def __init__(self, manifest: ManifestStore, held: HeldVersions, positions: Positions) -> None:
+        self._manifest = manifest
+        self._held = held
+        self._positions = positions
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._rests: OrderedDict[tuple[int, int, int], _Transfer] = OrderedDict()
+        """(database, generation, frame before it) → the rest."""
+
+    def plan(self, store: PageStore, generation: int, first: int) -> FramesPlan | EndOfFrames:
+        """What a replica gets that asks for the frames from `first` on."""
+        if not (0 < generation <= GENERATION_MAX and 0 < first <= NUMBER_MAX):
+            raise InvalidInput("a generation and a frame number are positive", generation=generation, frame=first)
+        history, frame = history_of(self._manifest, store.db_id), first - 1
+        if frame and frame % STEP == 0:
+            return self._rest(store, history, generation, frame)
+        since = self._positions.find(history, generation, frame)
+        if since is None:
+            return EndOfFrames(next_generation(history, generation))
+        reader = self._held.newest(store, hold=False)
+        try:
+            pages = pages_since(store, since, reader)
+            if pages is None:
+                reader.close()
+                return EndOfFrames(next_generation(history, generation))
+            is_resync = not since and not frame and not self._positions.is_export(history, generation)
+            if is_resync:
+                require_pages(reader)
+            if not pages:
+                reader.close()
+                return EndOfFrames(generation)
+            if is_resync:
+                emit("info", "replica.resync", db_id=store.db_id, had=generation, lsn=reader.lsn, pages=len(pages))
+            return self._begin(store, history, generation, frame, reader, pages)
+        except BaseException:
+            reader.close()
+            raise
+
+    def _begin(
+        self, store: PageStore, history: HistoryId, generation: int, frame: int, reader: Snapshot, pages: BitMap
+    ) -> FramesPlan:
+        order = pages.to_array()
+        end = self._positions.reach(history, generation, frame + len(order), reader.lsn)
+        hit("replicas.position")
+        order.extend([order[-1]] * (end - frame - len(order)))
+        return self._cut(store, _Transfer(history, reader.lsn, order), generation, frame, reader)
+
+    def _rest(self, store: PageStore, history: HistoryId, generation: int, frame: int) -> FramesPlan:
+        with self._lock:
+            rest = self._rests.get((store.db_id, generation, frame))
+        if rest is not None and rest.history == history:
+            reader = self._held.at(store, rest.lsn)
+            if reader.lsn == rest.lsn:
+                return self._cut(store, rest, generation, frame, reader)
+            reader.close()
+        raise Conflict("the sync was interrupted", hint="sync again", generation=generation, frame=frame)
+
+    def _cut(self, store: PageStore, transfer: _Transfer, generation: int, frame: int, reader: Snapshot) -> FramesPlan:
+        """As many frames as one answer has; what is left is remembered under a number of its own."""
+        pages = transfer.pages
+        if len(pages) <= FRAMES_MAX:
+            return FramesPlan(reader, pages, ends=True)
+        with self._lock:
+            cut = (frame + FRAMES_MAX) // STEP * STEP
+            while (rest := self._rests.get((store.db_id, generation, cut))) is not None:
+                if (rest.lsn, rest.pages) == (transfer.lsn, pages[cut - frame :]):
+                    break
+                cut -= STEP
+                if cut <= frame:
+                    raise Conflict("too many replicas sync at once", hint="sync again later")
+            here, left = pages[: cut - frame], pages[cut - frame :]
+            self._rests[store.db_id, generation, cut] = _Transfer(transfer.history, transfer.lsn, left)
+            self._rests.move_to_end((store.db_id, generation, cut))
+            while len(self._rests) > TRANSFERS_MAX:
+                self._rests.popitem(last=False)
+        self._held.at(store, transfer.lsn).close()  # held for whoever comes for the rest
+        return FramesPlan(reader, here, ends=False)
+
+
+def encode_frames(plan: FramesPlan, images: dict[int, bytes], first: int, count: int) -> Iterator[bytes]:
+    """The frames `first` to `first + count` of a plan."""
+    last = len(plan.pages) - 1
+    for number in range(first, first + count):
+        page = plan.pages[number]
+        size_after = plan.reader.size_pages if plan.ends and number == last else 0
+        yield FRAME_HEAD.pack(page + 1, size_after)
+        yield images[page]
+
+
+def with_log(page: bytes) -> bytes:
+    """The first page, as of a database that keeps a write-ahead log: libSQL's replicas do."""
+    return page[:18] + b"\x02\x02" + page[20:]

@@ -1,0 +1,145 @@
+"""Which version a libSQL replica has: its generation and frame number, as numbers of this server.
+
+Such a replica counts the frames that it gets, in 32 bits, and knows no other name for what it has. It comes back with
+(generation, frame), and asks for the frames behind it. So what a pair means is remembered, durably, before the replica
+hears of it:
+
+  1. One pair never means two versions. Replicas that get different pages on their way to a version reach it under different
+     numbers; a number that is taken is avoided by sending the last page again.
+  2. The low `TAG_BITS` bits of a generation are a hash of the history (`revisions.py`). A pair of another history is not
+     known here, and its generation nearly always shows that.
+  3. A generation begins with an export. Frame 0 means the version that was newest when the generation was made: every
+     export of it is at least as new, and gets more pages than it needs. A generation is exported for `EXPORT_SECONDS`.
+  4. A generation with our tag that no export began is entered by a replica whose pair is not known: its frame 0 means that
+     it needs every page.
+  5. Frame numbers that are multiples of `STEP` are no positions: there long answers are cut (`frames.py`). A replica that
+     comes with one was interrupted.
+
+Pairs are kept for `KEPT_MS`, and at most `POSITIONS_MAX` of a database. Table `replica_positions`,
+docs/formats/manifest.md.
+
+Threads: any; one lock. Blocks for commits of the manifest.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from hashlib import blake2b
+
+from quire.core.clock import Clock
+from quire.manifest import tables as t
+from quire.manifest.ops.local import DropReplicaPositions, PutReplicaPosition
+from quire.manifest.store import ManifestStore
+from quire.service.replicas.revisions import HistoryId
+
+TAG_BITS = 8
+GENERATION_MAX = (1 << 31) - 1
+STEP = 64
+EXPORT_SECONDS = 3_600.0
+KEPT_MS = 8 * 24 * 3600 * 1000
+POSITIONS_MAX = 1 << 18
+PRUNE_EVERY = 4_096
+"""Positions that are added before old ones are looked for."""
+DROPPED_AT_ONCE = 4_096
+
+
+def tag_of(history: HistoryId) -> int:
+    """The low bits of every generation of a history."""
+    text = f"{history.store_id}-{history.db_id}-{history.range_start}"
+    return blake2b(text.encode(), digest_size=1).digest()[0]
+
+
+def next_generation(history: HistoryId, generation: int) -> int:
+    """The next generation that a replica may enter whose own is not known: one with our tag.
+
+    >>> history = HistoryId("abc", 1, 0)
+    >>> [(next_generation(history, at) - tag_of(history)) % 256 for at in (1, 255, 256)]
+    [0, 0, 0]
+    """
+    return generation + 1 + (tag_of(history) - generation - 1) % (1 << TAG_BITS)
+
+
+class Positions:
+    """The pairs of one store."""
+
+    def __init__(self, manifest: ManifestStore) -> None:
+        self._manifest = manifest
+        self._clock: Clock = manifest.clock
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._exports: dict[HistoryId, tuple[int, float]] = {}
+        """The generation that is exported now, and until when."""
+        self._added = 0
+
+    def find(self, history: HistoryId, generation: int, frame: int) -> int | None:
+        """The lsn that a replica has; 0 if it needs everything, `None` if its pair is not known (rules 2 to 5)."""
+        lsn = self._known(history, generation, frame)
+        if lsn is None and not frame and generation & ((1 << TAG_BITS) - 1) == tag_of(history):
+            return 0
+        return lsn
+
+    def is_export(self, history: HistoryId, generation: int) -> bool:
+        """Whether a generation began with an export."""
+        return self._known(history, generation, 0) is not None
+
+    def _known(self, history: HistoryId, generation: int, frame: int) -> int | None:
+        with self._manifest.read() as txn:
+            row = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, frame)
+        return row.lsn if row is not None and row.range_start == history.range_start else None
+
+    def exported(self, history: HistoryId, newest_lsn: int) -> int:
+        """The generation that a new replica begins with (rule 3)."""
+        with self._lock:
+            now = self._clock.monotonic()
+            known = self._exports.get(history)
+            if known is not None and now < known[1]:
+                return known[0]
+            while True:
+                generation = secrets.randbelow(GENERATION_MAX >> TAG_BITS) + 1 << TAG_BITS | tag_of(history)
+                with self._manifest.read() as txn:
+                    is_free = next(iter(txn.raw_scan(t.REPLICA_POSITIONS, history.db_id, generation)), None) is None
+                if is_free and generation <= GENERATION_MAX:
+                    break
+            self._put(history, generation, 0, newest_lsn)
+            self._exports[history] = (generation, now + EXPORT_SECONDS)
+            return generation
+
+    def reach(self, history: HistoryId, generation: int, frame: int, lsn: int) -> int:
+        """Remember that a replica will have a version at this frame number, or at the next one that is free; which."""
+        with self._lock:
+            frame, is_known = self._free(history, generation, frame, lsn)
+            if not is_known:
+                self._put(history, generation, frame, lsn)
+            return frame
+
+    def _free(self, history: HistoryId, generation: int, frame: int, lsn: int) -> tuple[int, bool]:
+        """The first number from this one on that can mean this version, and whether it does already (rules 1 and 5)."""
+        with self._manifest.read() as txn:
+            while True:
+                row = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, frame)
+                if frame % STEP and (row is None or (row.lsn, row.range_start) == (lsn, history.range_start)):
+                    return frame, row is not None
+                frame += 1
+
+    def _put(self, history: HistoryId, generation: int, frame: int, lsn: int) -> None:
+        put = PutReplicaPosition(history.db_id, generation, frame, lsn, history.range_start)
+        self._manifest.submit([put]).result()
+        self._added += 1
+        if self._added % PRUNE_EVERY == 0:
+            self._prune(history)
+
+    def _prune(self, history: HistoryId) -> None:
+        """Forget what is too old, what is of another history, and what is too many."""
+        oldest = self._clock.now_ms() - KEPT_MS
+        with self._manifest.read() as txn:
+            rows = [(row.at_ms, key[1:], row) for key, row in txn.scan(t.REPLICA_POSITIONS, history.db_id)]
+        rows.sort(key=lambda item: item[0])
+        many = len(rows) - POSITIONS_MAX
+        old = [
+            position
+            for number, (at_ms, position, row) in enumerate(rows)
+            if number < many or at_ms < oldest or row.range_start != history.range_start
+        ]
+        for start in range(0, len(old), DROPPED_AT_ONCE):
+            self._manifest.submit([DropReplicaPositions(history.db_id, old[start : start + DROPPED_AT_ONCE])]).result()

@@ -1,0 +1,85 @@
+"""A process that owns a store and serves it over HTTP; it does what lines of JSON on its input say. Killed by tests.
+
+The clients of replicas hold Python's lock while they wait for an answer, so a server in the same process would never give it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import quire
+from quire.durable.failpoints import arm_from
+
+
+class Servant:
+    """Answers commands: one method for each."""
+
+    def __init__(self, directory: str, address: str) -> None:
+        settings = quire.StoreSettings(maintenance=quire.MaintenanceSettings(delete_grace_seconds=0.0))
+        self.store = quire.open(directory, settings=settings)
+        self.web = self.store.serve_http(address)
+        self.connections: dict[str, Any] = {}
+
+    def hello(self) -> dict[str, str]:
+        with open(f"{self.store.path}/admin.token") as file:
+            return {"address": self.web.address.rpartition("/")[2], "token": file.read().strip()}
+
+    def sql(self, name: str, *statements: str) -> list[Any]:
+        """Run statements in one transaction; the rows of the last one."""
+        connection = self.connections.get(name)
+        if connection is None:
+            connection = self.connections[name] = self.store.sqlite(name, create=True)
+        rows: list[Any] = []
+        with connection:
+            for statement in statements:
+                rows = [list(row) for row in connection.execute(statement)]
+        return rows
+
+    def run(self, name: str, kind: str) -> None:
+        """A checkpoint or a merge, and what follows from it."""
+        getattr(self.store, kind)(name)
+        self.store.maintain()
+
+    def fork(self, name: str, new_name: str) -> None:
+        self.store.fork(name, new_name)
+
+    def drop(self, name: str) -> None:
+        connection = self.connections.pop(name, None)
+        if connection is not None:
+            connection.close()
+        self.store.drop(name)
+
+    def rename(self, old: str, new: str) -> None:
+        for name in (old, new):
+            connection = self.connections.pop(name, None)
+            if connection is not None:
+                connection.close()
+        self.store.rename(old, new)
+
+    def arm(self, name: str, script: str) -> None:
+        arm_from(f"{name}={script}")
+
+    def chains(self, name: str) -> list[int]:
+        """How long the chain of each slot is."""
+        db_id = self.store.database(name).db_id
+        with self.store.manifest.read() as txn:
+            return [len(txn.chain(db_id, slot)) for slot in range(4)]
+
+
+def main(directory: str, address: str) -> None:
+    """Obey until the input ends."""
+    servant = Servant(directory, address)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"result": getattr(servant, command)(*arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+    servant.store.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

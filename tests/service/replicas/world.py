@@ -1,0 +1,158 @@
+"""A store served by another process, and replicas of its databases made by the real clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import libsql
+import turso.sync
+
+ROOT = Path(__file__).parents[3]
+
+
+class ServedStore:
+    """The other process. After `kill`, `start` serves the same directory at the same address."""
+
+    def __init__(self, directory: Path, address: str = "127.0.0.1:0") -> None:
+        self.directory = directory
+        self._address = address
+        self.start()
+
+    def start(self) -> None:
+        """Serve."""
+        command = [sys.executable, "-m", "tests.service.replicas.child", str(self.directory), self._address]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
+        )
+        hello = self.do("hello")
+        self._address, self.token = hello["address"], hello["token"]
+
+    def url(self, name: str = "shop") -> str:
+        """Where replicas of a database find it."""
+        return f"http://{self._address}/db/{name}"
+
+    def do(self, command: str, *arguments: object) -> Any:
+        """Have the process do something."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def sql(self, *statements: str, name: str = "shop") -> list[Any]:
+        """Run statements in one transaction; the rows of the last one."""
+        rows: list[Any] = self.do("sql", name, *statements)
+        return rows
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        """Wait until it has died, or ended."""
+        status = self._process.wait(60)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return status
+
+    def close(self) -> None:
+        """End as an owner does."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.stdin = None
+        self.wait()
+
+
+class LibsqlReplica:
+    """An embedded replica of PyPI's `libsql`."""
+
+    def __init__(self, served: ServedStore, path: Path, name: str = "shop") -> None:
+        self.path = path
+        self._served, self._name = served, name
+        self.connect()
+
+    def connect(self, name: str = "") -> None:
+        """Open the replica, of another database if one is named."""
+        self._name = name or self._name
+        url = self._served.url(self._name)
+        self._connection = libsql.connect(str(self.path), sync_url=url, auth_token=self._served.token)
+
+    def sync(self) -> None:
+        """Fetch what is new."""
+        self._connection.sync()
+
+    def rows(self, statement: str) -> list[Any]:
+        """Of a statement that is answered by the replica itself."""
+        return [list(row) for row in self._connection.execute(statement).fetchall()]
+
+    def execute(self, statement: str) -> None:
+        """Write, on the server."""
+        self._connection.execute(statement)
+        self._connection.commit()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(generation, frame)."""
+        info = json.loads(Path(f"{self.path}-info").read_text())
+        return info["generation"], info["durable_frame_num"]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class TursoReplica:
+    """A replica of Turso's sync engine, by `pyturso`."""
+
+    def __init__(self, served: ServedStore, path: Path, name: str = "shop", **options: Any) -> None:
+        self.path = path
+        self._served, self._name, self._options = served, name, options
+        self.connect()
+
+    def connect(self, name: str = "") -> None:
+        """Open the replica, of another database if one is named."""
+        self._name = name or self._name
+        url, token = self._served.url(self._name), self._served.token
+        self._connection = turso.sync.connect(str(self.path), url, auth_token=token, **self._options)
+
+    def sync(self) -> None:
+        """Fetch what is new."""
+        self._connection.pull()
+
+    def rows(self, statement: str) -> list[Any]:
+        """Of a statement that is answered by the replica itself."""
+        with closing(self._connection.cursor()) as cursor:
+            return [list(row) for row in cursor.execute(statement).fetchall()]
+
+    def execute(self, statement: str) -> None:
+        """Write, into the replica."""
+        self._connection.execute(statement)
+        self._connection.commit()
+
+    def push(self) -> None:
+        """Send what was written here."""
+        self._connection.push()
+
+    @property
+    def received_bytes(self) -> int:
+        """Since it was opened."""
+        received: int = self._connection.stats().network_received_bytes
+        return received
+
+    @property
+    def revision(self) -> str:
+        """What it says it has."""
+        info = json.loads(Path(f"{self.path}-info").read_text())
+        return str(info["synced_revision"]["revision"])
+
+    def close(self) -> None:
+        self._connection.close()
