@@ -36,6 +36,7 @@ from quire.service.replicas.frames import EndOfFrames, FrameAnswers, FramesPlan,
 from quire.service.replicas.held_versions import HeldVersions
 from quire.service.replicas.positions import Positions
 from quire.service.replicas.pulls import PullPlan, history_of, open_replicated, plan_pull
+from quire.service.versions import base_name
 from quire.service.web.answers import json_bytes
 from quire.service.web.context import WebContext
 
@@ -102,8 +103,8 @@ class ReplicaPart:
     def _name(self, request: Request) -> str:
         """The database that a request is about, which its caller may read."""
         grant = self._context.gate.grant(request)
-        name = database_of(self._context, request)
-        grant.check(name.partition("@")[0])
+        name = self._context.database(request)
+        grant.check(base_name(name))
         if "@" in name:
             raise InvalidInput(
                 "a replica follows a database, not one of its versions", hint="leave out what is behind @"
@@ -230,20 +231,6 @@ class ReplicaPart:
         if patch and 0 in images:
             images[0] = with_log(images[0])
         return b"".join(encode(images, first, len(wanted)))
-
-
-def database_of(context: WebContext, request: Request) -> str:
-    """The database that a request names (W4)."""
-    name = (
-        request.headers.get("x-namespace")
-        or context.gate.database_label(request.headers)
-        or request.path_params.get("database")
-    )
-    if not name:
-        raise InvalidInput(
-            "the request names no database", hint="send the header x-namespace, or use the path /db/NAME"
-        )
-    return str(name)
 
 
 async def _refuse_push(_: Request) -> Response:

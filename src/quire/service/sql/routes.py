@@ -40,8 +40,7 @@ from quire.sqlite.statements import StatementFailed
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-NAMESPACE, KEY = "x-namespace", "idempotency-key"
-NAME_CHARACTERS_MAX = 300
+KEY = "idempotency-key"
 JSON, LINES = "application/json", "text/plain; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -103,21 +102,8 @@ class SqlPart:
             yield CounterMetricFamily(name, text, value=value)
 
     # ── who asks for what ─────────────────────────────────────────────────────────────────────────────────────────────
-    def database(self, connection: HTTPConnection) -> str:
-        """The database that a request names, with its version."""
-        name = (
-            connection.headers.get(NAMESPACE)
-            or self._context.gate.database_label(connection.headers)
-            or connection.path_params.get("database")
-            or self._context.settings.sql_default_database
-        )
-        if not name or len(name) > NAME_CHARACTERS_MAX:
-            hint = f"send the header {NAMESPACE}, or use the path /db/NAME"
-            raise InvalidInput("the request names no database", hint=hint)
-        return str(name)
-
     def _target(self, connection: HTTPConnection, grant: Grant) -> SqlTarget:
-        text = self.database(connection)
+        text = self._context.database(connection)
         name = base_name(text)
         grant.check(name)
         return SqlTarget.parse(text, writable=grant.may(name, write=True))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.routing import BaseRoute
 
 from quire.core.errors import InvalidInput
@@ -35,6 +35,9 @@ from quire.service.web.dashboard_state import WebStore
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+
+NAMESPACE = "x-namespace"
+NAME_CHARACTERS_MAX = 300
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,6 +77,19 @@ class WebContext:
     def limits(self) -> Limits:
         """Counts every refusal because something was used up: `context.limits.hit("streams")`."""
         return self.counts.limits
+
+    def database(self, connection: HTTPConnection) -> str:
+        """The database that a request names, with its version (W4)."""
+        name = (
+            connection.headers.get(NAMESPACE)
+            or self.gate.database_label(connection.headers)
+            or connection.path_params.get("database")
+            or self.settings.sql_default_database
+        )
+        if not name or len(name) > NAME_CHARACTERS_MAX:
+            hint = f"send the header {NAMESPACE}, or use the path /db/NAME"
+            raise InvalidInput("the request names no database", hint=hint)
+        return str(name)
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something that blocks in a thread."""
