@@ -14,9 +14,10 @@ import shutil
 import statistics
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def memtable(report: Report, directory: Path, quick: bool) -> None:
         rocks.close()
 
 
-def getter(get: Callable[[bytes], Any], keys: list[bytes]) -> Callable[[], float]:
+def getter(get: Callable[[Any], Any], keys: Sequence[Any]) -> Callable[[], float]:
     def work() -> None:
         for key in keys:
             get(key)
@@ -208,12 +209,13 @@ def tables(report: Report, directory: Path, quick: bool) -> None:
     probes = random.Random(3).sample(keys, len(keys) // 5)
     absent = [key + b"!" for key in probes]
     rounds = 3 if quick else 7
-    for name, asked, target in (("table_get", probes, 0.15), ("negative_get", absent, None)):
+    for name, asked, target in (("table_get", probes, 0.8), ("negative_get", absent, 1.0)):
         contenders = [getter(kv.get, asked)] + ([getter(rocks.db.get, asked)] if rocks else [])
         for contender in contenders:
             contender()  # warm
         figures = alternate(rounds, *contenders)
         ratio(report, name, figures[0], figures[1] if rocks else None, target)
+    many_and_few(report, kv, rocks, keys, rounds)
     hashes = sum(table.bloom.may_contain(hash_of(key)) for table in kv.view.levels for key in absent[:10_000])
     report.figure("bloom_false_positives", hashes / min(10_000, len(absent)) / max(1, len(kv.view.levels)))
 
@@ -238,6 +240,49 @@ def tables(report: Report, directory: Path, quick: bool) -> None:
     kv.close()
     if rocks is not None:
         rocks.close()
+
+
+def many_and_few(report: Report, kv: quire.Kv, rocks: Rocks | None, keys: list[bytes], rounds: int) -> None:
+    """A hundred keys in one call; and short scans: twenty keys by prefix, or by a range that is left after twenty."""
+    probes = random.Random(4).sample(keys, 20_000)
+    hundreds = [probes[start : start + 100] for start in range(0, len(probes), 100)]
+    ours: list[Callable[[], float]] = [getter(kv.get_many, hundreds)]
+    theirs = [getter(rocks.db.get, hundreds)] if rocks else []
+    figures = alternate(rounds, *ours, *theirs)
+    ratio(report, "get_many_100", 100 * figures[0], 100 * figures[1] if rocks else None, 1.0, " keys")
+    # Keys are 16 digits, so those of a prefix of 15 are ten; a second one makes twenty.
+    starts = [b"%015d" % (2 * number) for number in random.Random(5).sample(range(len(keys) // 20), 1_000)]
+
+    def scan_ours(start: bytes) -> None:
+        assert len(list(kv.scan(low=start, high=b"%015d" % (int(start) + 2)))) == 20
+
+    def scan_theirs(start: bytes) -> None:
+        from rocksdict import ReadOptions
+
+        assert rocks is not None
+        bound = ReadOptions()
+        bound.set_iterate_upper_bound(b"%015d" % (int(start) + 2))
+        assert len(list(rocks.db.items(from_key=start, read_opt=bound))) == 20
+
+    def twenty(items: Callable[[bytes], Iterator[Any]]) -> Callable[[bytes], None]:
+        def work(start: bytes) -> None:
+            assert len(list(islice(items(start), 20))) == 20
+
+        return work
+
+    for name, mine, yours in (
+        ("scan_20_of_a_range", scan_ours, scan_theirs),
+        (
+            "scan_20_then_stop",
+            twenty(lambda start: kv.scan(low=start)),
+            twenty(lambda start: rocks.db.items(from_key=start)) if rocks else scan_theirs,
+        ),
+    ):
+        contenders = [getter(mine, starts)] + ([getter(yours, starts)] if rocks else [])
+        for contender in contenders:
+            contender()  # warm
+        figures = alternate(rounds, *contenders)
+        ratio(report, name, figures[0], figures[1] if rocks else None, 0.5, " scans")
 
 
 def hash_of(key: bytes) -> int:

@@ -20,7 +20,7 @@ from quire.core.errors import QuireError
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.lsm import sst_format as fmt
-from quire.lsm.bloom import Bloom, hash_key
+from quire.lsm.bloom import Bloom
 from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_reader import SSTable
 from tests.lsm.tables import Row, make_table
@@ -71,7 +71,7 @@ def read_every_way(path: Path) -> str:
         return type(error).__name__
     try:
         for key, _, _ in ROWS[::7]:
-            table.get(key, hash_key(key), 2**64 - 1)
+            table.get(key, 2**64 - 1)
         for batch in table.batches():
             batch.to_pylist()
         table.rows_between(b"key-0003", b"key-0090")

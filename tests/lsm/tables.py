@@ -9,9 +9,10 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from quire.durable.files import OsDisk
+from quire.lsm.block_cache import BlockCache
 from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_format import SCHEMA
-from quire.lsm.sst_reader import BlockCache, SSTable
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
 
 Row = tuple[bytes, int, bytes | None]

@@ -8,6 +8,7 @@ Pure functions, any thread; importable on executors. The filter's place in a tab
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ BITS_MIN = 64
 _U = np.uint64
 
 
+@lru_cache(maxsize=16)  # a lookup asks one table after another for the same key
 def hash_key(key: bytes) -> int:
     """The hash of one key.
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.core.barrier import changes, may_change
-from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import (
@@ -37,6 +36,7 @@ from quire.durable import quarantine
 from quire.durable.files import Disk
 from quire.durable.names import LSM, LsmHome, check_name, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.object_names import kv_backups_prefix
+from quire.lsm.block_cache import BlockCache
 from quire.lsm.compaction import table_options
 from quire.lsm.kv import Kv
 from quire.lsm.projection import CompactionJobs, KvProjection
@@ -53,7 +53,6 @@ from quire.manifest.writability import Writability
 
 if TYPE_CHECKING:
     from quire.lsm.repair import RepairReport
-    from quire.lsm.sst_reader import BlockCache
     from quire.manifest.snapshots import ForkOptions, SnapshotInfo
     from quire.objects.api import ObjectStore
 
@@ -84,7 +83,7 @@ class KvEngine:
         self._clock = clock
         self._settings = settings
         self._store_id = _store_id(manifest)
-        self.cache: BlockCache = ByteCache(settings.cache_bytes)
+        self.cache = BlockCache(settings.cache_bytes)
         # guarded by _lock
         self._lock = threading.RLock()
         self._open: dict[int, Kv] = {}

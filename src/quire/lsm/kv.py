@@ -28,14 +28,13 @@ Threads: any. Raises `StoreUnusable`, `StoreClosed`, `InvalidInput`, `OutOfRange
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from quire.core.barrier import Barrier, changes
-from quire.core.cache import ByteCache
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
     InvalidInput,
@@ -51,10 +50,12 @@ from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.names import LsmHome
+from quire.lsm.block_cache import BlockCache
 from quire.lsm.maintenance import KvMaintenance, Stalls
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import HeldLsns, KvIterator, KvRanges, KvSnapshot
 from quire.lsm.recovery import RecoveredKv, open_files
+from quire.lsm.short_scan import Pair
 from quire.lsm.view import LSN_MAX, Frozen, KvView
 from quire.lsm.wal import Buffer, KvWal, as_bytes, checked_batch, encode_batch
 from quire.lsm.witnesses import StoreFacts, end_row
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.projection import CompactionJobs
-    from quire.lsm.sst_reader import BlockCache, SSTable
+    from quire.lsm.sst_reader import SSTable
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +191,7 @@ class Kv(KvRanges):
         `jobs`: shows every compaction as a job. `facts`: what the store knows of the database; its files are compared with it.
         """
         settings = settings or LsmSettings()
-        cache = cache if cache is not None else ByteCache(settings.cache_bytes)
+        cache = cache if cache is not None else BlockCache(settings.cache_bytes)
         home = LsmHome(path)
         opened = open_files(disk, home, cache, facts)
         clock = clock or SystemClock()
@@ -428,9 +429,18 @@ class Kv(KvRanges):
             key = as_bytes(key)
         view = self.view
         entry = view.memtable.entries.get(key)
-        if entry is not None and entry[0] > view.levels.lsn_max:
+        if entry is None:
+            if not view.frozen:  # most reads: nothing is in memory but the memtable
+                best = view.levels.get(key, LSN_MAX, None)
+                return best[1] if best is not None else None
+        elif entry[0] > view.levels.lsn_max:
             return entry[1]
         return view.get(key, LSN_MAX)
+
+    def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
+        """The values of keys, in their order, all as of one moment; `None` for a key that is not there."""
+        with self.snapshot() as snapshot:
+            return snapshot.get_many(keys)
 
     @property
     def last_lsn(self) -> int:
@@ -448,6 +458,10 @@ class Kv(KvRanges):
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         """The range as of this call: the snapshot keeps what the scan reads from being overwritten in the memtable."""
         return self.snapshot().batches_then_close(low, high, reverse)
+
+    def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
+        """The same as pairs, some at a time."""
+        return self.snapshot().pairs_then_close(low, high, reverse)
 
     def iterator(self) -> KvIterator:
         """A cursor over the database as it is now."""

@@ -8,11 +8,12 @@ Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
+from quire.lsm.short_scan import Pair
 from quire.lsm.view import prefix_end
 from quire.lsm.wal import Buffer, as_bytes
 
@@ -22,15 +23,13 @@ if TYPE_CHECKING:
     from quire.lsm.kv import Kv
     from quire.lsm.merge import Hidden
 
-Pair = tuple[bytes, bytes]
-
 
 class HeldLsns:
     """The lsns that somebody reads at: versions they need are kept in memtables and by compactions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: Counter[int] = Counter()
+        self._held: dict[int, int] = {}
         self._forgotten: deque[tuple[int, ...]] = deque()
         """What was held by snapshots that nobody closed. Filled by the garbage collector, which may come at any moment, also
         while this thread has the lock: so it takes none."""
@@ -39,19 +38,30 @@ class HeldLsns:
 
     def hold(self, lsns: Iterable[int]) -> tuple[int, ...]:
         """Keep what reads at these need; what `release` takes back."""
-        taken = tuple(lsns)
+        taken, held = tuple(lsns), self._held
         with self._lock:
-            self._tidy()
-            self._held.update(taken)
-            self.newest = max(self._held)
+            if self._forgotten:
+                self._tidy()
+            for lsn in taken:
+                held[lsn] = held.get(lsn, 0) + 1
+                if lsn > self.newest:
+                    self.newest = lsn
         return taken
 
     def release(self, lsns: Iterable[int]) -> None:
         """Nobody reads at these any more."""
         with self._lock:
-            self._held.subtract(lsns)
-            self._held = +self._held
-            self.newest = max(self._held, default=0)
+            self._let_go(lsns)
+
+    def _let_go(self, lsns: Iterable[int]) -> None:
+        held = self._held
+        for lsn in lsns:
+            if held[lsn] > 1:
+                held[lsn] -= 1
+            else:
+                del held[lsn]
+                if lsn == self.newest:
+                    self.newest = max(held, default=0)
 
     def forget(self, lsns: tuple[int, ...]) -> None:
         """The same, from a finalizer; takes effect with the next call."""
@@ -59,9 +69,7 @@ class HeldLsns:
 
     def _tidy(self) -> None:
         while self._forgotten:
-            self._held.subtract(self._forgotten.popleft())
-            self._held = +self._held
-            self.newest = max(self._held, default=0)
+            self._let_go(self._forgotten.popleft())
 
     def lsns(self) -> tuple[int, ...]:
         """All of them, rising."""
@@ -71,10 +79,14 @@ class HeldLsns:
 
 
 class KvRanges:
-    """Ranges, made of `batches`."""
+    """Ranges, made of `batches` and `pairs`."""
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         """The keys and values of a range; what the implementations bring."""
+        raise NotImplementedError
+
+    def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
+        """The same as pairs, some at a time."""
         raise NotImplementedError
 
     def scan_batches(
@@ -86,12 +98,7 @@ class KvRanges:
         reverse: bool = False,
     ) -> Iterator[pa.RecordBatch]:
         """The keys that begin with `prefix`, or those in [low, high), with their values: as Arrow batches."""
-        if prefix is not None:
-            if low or high is not None:
-                raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave one of them out")
-            low = as_bytes(prefix)
-            return self.batches(low, prefix_end(low), reverse)
-        return self.batches(as_bytes(low), None if high is None else as_bytes(high), reverse)
+        return self.batches(*_range(prefix, low, high), reverse)
 
     def scan(
         self,
@@ -102,8 +109,16 @@ class KvRanges:
         reverse: bool = False,
     ) -> Iterator[Pair]:
         """The same, a pair at a time."""
-        batches = self.scan_batches(prefix=prefix, low=low, high=high, reverse=reverse)
-        return (pair for batch in batches for pair in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist()))
+        return (pair for pairs in self.pairs(*_range(prefix, low, high), reverse) for pair in pairs)
+
+
+def _range(prefix: Buffer | None, low: Buffer, high: Buffer | None) -> tuple[bytes, bytes | None]:
+    if prefix is None:
+        return as_bytes(low), None if high is None else as_bytes(high)
+    if low or high is not None:
+        raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave one of them out")
+    start = as_bytes(prefix)
+    return start, prefix_end(start)
 
 
 class KvSnapshot(KvRanges):
@@ -121,6 +136,11 @@ class KvSnapshot(KvRanges):
         self._require()
         return self._kv.view.get(as_bytes(key), self.lsn, self._hidden)
 
+    def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
+        """The values that keys had, in their order."""
+        self._require()
+        return self._kv.view.get_many(keys, self.lsn, self._hidden)
+
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         self._require()
         # One view for the whole scan: it holds the files that the scan reads.
@@ -128,10 +148,24 @@ class KvSnapshot(KvRanges):
             yield batch
             self._require()
 
+    def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
+        self._require()
+        for pairs in self._kv.view.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
+            yield pairs
+            self._require()
+
     def batches_then_close(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         """`batches`, and the snapshot goes with their end. If they are never begun, it goes when they are forgotten."""
         with self:
             yield from self.batches(low, high, reverse)
+
+    def pairs_then_close(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
+        """The same with `pairs`."""
+        with self:  # not `yield from self.pairs(…)`: another generator between the rows and their reader costs a tenth
+            self._require()
+            for pairs in self._kv.view.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
+                yield pairs
+                self._require()
 
     def close(self) -> None:
         """Let the versions go that only this snapshot needs. A second time: nothing."""

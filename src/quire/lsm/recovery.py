@@ -46,7 +46,8 @@ from quire.lsm.wal import LOG_KIND, KvWal, batches_of, require_owner
 from quire.lsm.witnesses import REPAIR, StoreFacts
 
 if TYPE_CHECKING:
-    from quire.lsm.sst_reader import BlockCache, SSTable
+    from quire.lsm.block_cache import BlockCache
+    from quire.lsm.sst_reader import SSTable
 
 
 class RecoveredKv(msgspec.Struct):

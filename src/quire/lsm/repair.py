@@ -332,7 +332,7 @@ def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBat
     try:
         for number in range(len(table.meta.blocks)):
             with suppress(Corruption):
-                yield table.block(number).batch
+                yield table.batch(number)
     finally:
         table.close()
 

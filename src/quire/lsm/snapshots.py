@@ -10,7 +10,7 @@ Threads: any. Raises what the disk raises, `Corruption`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
@@ -26,6 +26,7 @@ from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvRanges
+from quire.lsm.short_scan import Pair
 from quire.lsm.view import LSN_MAX, KvView, Levels, open_table
 from quire.lsm.wal import Buffer, as_bytes
 from quire.lsm.witnesses import REPAIR, Owner, StoreFacts
@@ -33,8 +34,9 @@ from quire.lsm.witnesses import REPAIR, Owner, StoreFacts
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from quire.lsm.block_cache import BlockCache
     from quire.lsm.kv import Kv
-    from quire.lsm.sst_reader import BlockCache, SSTable
+    from quire.lsm.sst_reader import SSTable
 
 
 def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
@@ -134,9 +136,18 @@ class FrozenKv(KvRanges):
             self._require()
         return self._view.get(as_bytes(key), LSN_MAX)
 
+    def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
+        """The values that keys had, in their order."""
+        self._require()
+        return self._view.get_many(keys, LSN_MAX)
+
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         self._require()
         return self._view.scan(low, high, LSN_MAX, reverse=reverse)
+
+    def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
+        self._require()
+        return self._view.pairs(low, high, LSN_MAX, reverse=reverse)
 
     def close(self) -> None:
         """Close the files. A second time: nothing."""

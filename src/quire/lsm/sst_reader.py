@@ -10,78 +10,23 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from itertools import count, pairwise
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
-from quire.core.cache import ByteCache
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
 from quire.durable.files import Disk, File
 from quire.durable.open_files import open_to_read
-from quire.lsm.bloom import Bloom, hash_keys
+from quire.lsm.block_cache import BlockCache, Slots, TableBlock, VersionedValue
+from quire.lsm.bloom import Bloom, hash_key, hash_keys
+from quire.lsm.short_scan import RowWindows, span, span_before
 from quire.lsm.sst_format import SCHEMA, TableMeta, decode_blocks, read_section
 from quire.lsm.sst_writer import key_changes
 
-VersionedValue = tuple[int, bytes | None]
-
 READ_AHEAD_BYTES = 1 * MIB
 """Neighbouring blocks are read together, up to this much."""
-CACHED_BLOCKS = 4
-"""Ranges of no more blocks go through the cache: a long scan must not drive out what point reads need."""
-ROW_OVERHEAD_BYTES = 96
-"""What a row costs beyond its bytes, once point reads have made Python objects of its key and place."""
-
-
-class TableBlock:
-    """The rows of a block, and what point reads need of them."""
-
-    __slots__ = ("_keys", "_lsns", "_values", "batch", "charge")
-
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        self.batch = batch
-        self.charge = batch.nbytes + batch.num_rows * ROW_OVERHEAD_BYTES
-        self._keys: list[bytes] | None = None
-        self._lsns: memoryview | None = None
-        self._values: tuple[memoryview, memoryview, bytes] | None = None
-
-    def find(self, key: bytes, lsn: int) -> VersionedValue | None:
-        """The newest version of a key at or below an lsn."""
-        keys = self._keys
-        if keys is None:
-            keys = self._prepare()
-        at = bisect_left(keys, key)
-        lsns = self._lsns
-        assert lsns is not None
-        assert self._values is not None
-        while at < len(keys) and keys[at] == key:
-            if lsns[at] <= lsn:
-                offsets, data, tombstones = self._values
-                if tombstones[at >> 3] >> (at & 7) & 1:
-                    return lsns[at], None
-                return lsns[at], bytes(data[offsets[at] : offsets[at + 1]])
-            at += 1
-        return None
-
-    def _prepare(self) -> list[bytes]:
-        keys, values, lsns, tombstones = self.batch.columns
-        _, offsets, data = keys.buffers()
-        whole = data.to_pybytes() if data is not None else b""
-        ends = memoryview(offsets).cast("i")[: len(keys) + 1].tolist()
-        key_list = [whole[start:end] for start, end in pairwise(ends)]
-        _, offsets, data = values.buffers()
-        body = memoryview(data) if data is not None else memoryview(b"")
-        self._values = (memoryview(offsets).cast("i"), body.cast("B"), tombstones.buffers()[1].to_pybytes())
-        self._lsns = memoryview(lsns.buffers()[1]).cast("Q")
-        self._keys = key_list
-        return key_list
-
-
-BlockCache = ByteCache[tuple[int, int], TableBlock]
-"""Decoded blocks by (number of an open table, number of the block): the key is never used for other bytes."""
-_NUMBERS = count(1)
 
 
 class SSTable:
@@ -92,7 +37,8 @@ class SSTable:
         "_cache",
         "_file",
         "_first_keys",
-        "_number",
+        "_key_max",
+        "_slots",
         "bloom",
         "checksum",
         "meta",
@@ -111,8 +57,10 @@ class SSTable:
         self.size_bytes = file.size()
         self._file = file
         self._cache = cache
-        self._number = next(_NUMBERS)
         self._first_keys = [block.first_key for block in meta.blocks]
+        self._key_max = meta.key_max
+        self._slots: Slots = [None] * len(meta.blocks)
+        """The blocks that are in memory; only the cache writes it."""
 
     @classmethod
     def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache | None = None) -> SSTable:
@@ -142,28 +90,91 @@ class SSTable:
     def close(self) -> None:
         """Close the file now: reads raise from here on."""
         if self._cache is not None:
-            for number in range(len(self.meta.blocks)):
-                self._cache.forget((self._number, number))
+            self._cache.forget(self._slots)
         self._file.close()
 
     # ── one key ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def get(self, key: bytes, key_hash: int, lsn: int) -> VersionedValue | None:
+    def get(self, key: bytes, lsn: int) -> VersionedValue | None:
         """The newest version of a key at or below an lsn."""
-        meta = self.meta
-        if key < meta.key_min or key > meta.key_max or not self.bloom.may_contain(key_hash):
+        number = bisect_right(self._first_keys, key) - 1
+        if number < 0 or key > self._key_max:
             return None
-        return self.block(bisect_right(self._first_keys, key) - 1).find(key, lsn)
+        block = self._slots[number]
+        if block is None:
+            # A block in memory answers faster than the filter: hashing the key alone takes longer than a bisection.
+            if not self.bloom.may_contain(hash_key(key)):
+                return None
+            block = self.block(number)
+        else:
+            block.used = True
+        return block.find(key, lsn)
+
+    def find_many(self, keys: Sequence[bytes], lsn: int, best: dict[bytes, VersionedValue]) -> None:
+        """The newest versions of keys at or below an lsn go into `best`, unless a newer one is there."""
+        first_keys, slots, key_max, lsn_max = self._first_keys, self._slots, self._key_max, self.meta.lsn_max
+        for key in keys:
+            known = best.get(key)
+            if known is not None and known[0] >= lsn_max:
+                continue
+            number = bisect_right(first_keys, key) - 1
+            if number < 0 or key > key_max:
+                continue
+            block = slots[number]
+            if block is None:
+                version = self.get(key, lsn)
+            else:
+                block.used = True
+                version = block.find(key, lsn)
+            if version is not None and (known is None or version[0] > known[0]):
+                best[key] = version
 
     def block(self, number: int) -> TableBlock:
-        """A block, from the cache if it is there."""
-        cache = self._cache
-        if cache is None:
-            return TableBlock(self._read(number, number + 1)[0])
-        block = cache.get((self._number, number))
-        if block is None:
-            block = TableBlock(self._read(number, number + 1)[0])
-            cache.put((self._number, number), block, block.charge)
-        return block
+        """A block, from memory if it is there."""
+        block = self._slots[number]
+        if block is not None:
+            block.used = True
+            return block
+        block = TableBlock(self.batch(number))
+        return block if self._cache is None else self._cache.admit(self._slots, number, block)
+
+    # ── short ranges ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def window(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
+        """Add the first rows of [low, high) that are in one block; the edge (short_scan.py)."""
+        first_keys = self._first_keys
+        number = max(0, bisect_right(first_keys, low) - 1)
+        if low > self._key_max or (number == 0 and high is not None and high <= first_keys[0]):
+            return None
+        while True:
+            block = self.block(number)
+            start, end, is_more = span(block.keys, low, high, rows)
+            if start < end:
+                self._add(windows, block, start, end)
+            if is_more:
+                return block.keys[end]
+            number += 1
+            if number == len(first_keys) or (high is not None and first_keys[number] >= high):
+                return None
+            if start < end:
+                return first_keys[number]
+            # Every key of this block was below `low`: go on with the next one.
+
+    def window_before(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
+        """The same with the last rows of [low, high). The last block that begins below `high` has a row below it."""
+        first_keys = self._first_keys
+        number = (len(first_keys) if high is None else bisect_left(first_keys, high)) - 1
+        if number < 0 or low > self._key_max:
+            return None
+        block = self.block(number)
+        start, end, is_more = span_before(block.keys, low, high, rows)
+        if start < end:
+            self._add(windows, block, start, end)
+        if is_more:
+            return block.keys[start]
+        return first_keys[number] if number and first_keys[number] > low else None
+
+    def _add(self, windows: RowWindows, block: TableBlock, start: int, end: int) -> None:
+        rows = (block.keys[start:end], block.lsns[start:end], block.values[start:end])
+        windows.add(*rows, self.meta.lsn_max, block.is_plain)
 
     # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def block_range(self, low: bytes, high: bytes | None) -> tuple[int, int]:
@@ -185,10 +196,7 @@ class SSTable:
         first, last = self.block_range(low, high)
         if first == last:
             return []
-        if self._cache is not None and last - first <= CACHED_BLOCKS:
-            batches = [self.block(number).batch for number in range(first, last)]
-        else:
-            batches = self._read(first, last)
+        batches = self._read(first, last)  # past the cache: a long scan must not drive out what point reads need
         batches[0] = _from(batches[0], low)
         if high is not None:
             batches[-1] = _below(batches[-1], high)
@@ -197,7 +205,11 @@ class SSTable:
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Every block, in order, not kept."""
         for number in range(len(self.meta.blocks)):
-            yield self._read(number, number + 1)[0]
+            yield self.batch(number)
+
+    def batch(self, number: int) -> pa.RecordBatch:
+        """A block as it is stored, not kept."""
+        return self._read(number, number + 1)[0]
 
     def _read(self, first: int, last: int) -> list[pa.RecordBatch]:
         """Decode blocks [first, last), neighbours in one read."""

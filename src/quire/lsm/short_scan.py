@@ -1,0 +1,150 @@
+"""The first rows of a scan, as Python rows: what a short scan reads costs microseconds, where Arrow's calls alone cost more.
+
+A window is the next few rows of every sorted run (a memtable, a table of level 0, a deeper level) from where the scan is. A
+run says how far its window reaches, its edge: it has no row between its window and the edge. Up to the nearest edge all
+versions of all keys are at hand; they are merged in a dictionary, the highest lsn wins, and the next window begins there.
+
+The rule: the first `SHORT_ROWS` rows of a scan of pairs come from windows, all others, and scans of batches, from Arrow
+(`merge.py`). Both see the same rows.
+
+Any thread. Raises what reading blocks raises."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from quire.lsm.block_cache import VersionedValue
+
+Pair = tuple[bytes, bytes]
+
+FIRST_ROWS = 32
+"""Rows of each run in the first window; each next window has four times as many, up to:"""
+SHORT_ROWS = 512
+
+
+class RowWindows:
+    """The rows of one window of each run, and what a read sees in them."""
+
+    __slots__ = ("_windows",)
+
+    def __init__(self) -> None:
+        self._windows: list[tuple[Sequence[bytes], Sequence[int], Sequence[bytes | None], int, bool]] = []
+
+    def add(
+        self,
+        keys: Sequence[bytes],
+        lsns: Sequence[int],
+        values: Sequence[bytes | None],
+        lsn_max: int,
+        is_plain: bool,
+    ) -> None:
+        """Add sorted rows. No lsn of theirs is above `lsn_max`; in a plain window no two have the same key, and none is a
+        tombstone."""
+        self._windows.append((keys, lsns, values, lsn_max, is_plain))
+
+    def pairs(self, lsn: int, hidden: frozenset[int], edge: bytes | None, *, reverse: bool) -> list[Pair]:
+        """Keys and values that a read at an lsn sees on this side of the edge, in order, or in the opposite one."""
+        windows = self._windows
+        if len(windows) == 1 and windows[0][4] and windows[0][3] <= lsn and not hidden:
+            # Nothing to merge and nothing to hide: most short scans. A plain window has no `None` among its values.
+            pairs = cast(list[Pair], list(zip(windows[0][0], windows[0][2])))
+        else:
+            pairs = self._merged(lsn, hidden)
+        if edge is not None and len(windows) > 1:  # a single window ends at its own edge
+            cut = bisect_left(pairs, edge, key=_key)
+            pairs = pairs[cut:] if reverse else pairs[:cut]
+        if reverse:
+            pairs.reverse()
+        return pairs
+
+    def _merged(self, at: int, hidden: frozenset[int]) -> list[Pair]:
+        newest: dict[bytes, VersionedValue] = {}
+        for keys, lsns, values, _, _ in self._windows:
+            for key, lsn, value in zip(keys, lsns, values):
+                if lsn <= at and lsn not in hidden:
+                    known = newest.get(key)
+                    if known is None or known[0] < lsn:
+                        newest[key] = lsn, value
+        return [(key, value) for key in sorted(newest) if (value := newest[key][1]) is not None]
+
+
+def _key(pair: Pair) -> bytes:
+    return pair[0]
+
+
+class SortedRun(Protocol):
+    """Rows in order, no key in two places."""
+
+    def window(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
+        """Add about so many rows with keys in [low, high), from the first on; the edge, below which there are no others.
+        `None`: there are no others at all."""
+
+    def window_before(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
+        """The same from the last on; at and above the edge there are no others."""
+
+
+def short_window(
+    runs: Sequence[SortedRun],
+    low: bytes,
+    high: bytes | None,
+    lsn: int,
+    hidden: frozenset[int],
+    *,
+    rows: int,
+    reverse: bool,
+) -> tuple[list[Pair], bytes | None]:
+    """What a read at an lsn sees in the next window of [low, high): pairs in order, or in the opposite one; and where the
+    window after it begins (in reverse: ends), `None` if there is none."""
+    windows = RowWindows()
+    edge = (_nearest_before if reverse else _nearest)(runs, windows, low, high, rows)
+    return windows.pairs(lsn, hidden, edge, reverse=reverse), edge
+
+
+def _nearest(runs: Sequence[SortedRun], windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
+    """Add the window of each run; the lowest edge."""
+    nearest: bytes | None = None
+    for run in runs:
+        edge = run.window(windows, low, high, rows)
+        if edge is not None and (nearest is None or edge < nearest):
+            nearest = edge
+    return nearest
+
+
+def _nearest_before(
+    runs: Sequence[SortedRun], windows: RowWindows, low: bytes, high: bytes | None, rows: int
+) -> bytes | None:
+    """Add the window of each run, from the end; the highest edge."""
+    nearest: bytes | None = None
+    for run in runs:
+        edge = run.window_before(windows, low, high, rows)
+        if edge is not None and (nearest is None or edge > nearest):
+            nearest = edge
+    return nearest
+
+
+def span(keys: Sequence[bytes], low: bytes, high: bytes | None, rows: int) -> tuple[int, int, bool]:
+    """Which of the sorted keys are the first rows of [low, high): [start, end), and whether more of them follow here. All
+    rows of a key are in or out."""
+    start = bisect_left(keys, low) if low else 0
+    stop = len(keys) if high is None else bisect_left(keys, high, start)
+    end = start + rows
+    if end >= stop:
+        return start, stop, False
+    while end < stop and keys[end] == keys[end - 1]:
+        end += 1
+    return start, end, end < stop
+
+
+def span_before(keys: Sequence[bytes], low: bytes, high: bytes | None, rows: int) -> tuple[int, int, bool]:
+    """The same with the last rows of [low, high)."""
+    end = len(keys) if high is None else bisect_left(keys, high)
+    floor = bisect_left(keys, low, 0, end) if low else 0
+    start = end - rows
+    if start <= floor:
+        return floor, end, False
+    while start > floor and keys[start - 1] == keys[start]:
+        start -= 1
+    return start, end, start > floor
