@@ -122,6 +122,7 @@ ERRORS = [
     "EpochLost",
     "UnknownReader",
     "WouldDropEverything",
+    "Unauthenticated",
     "Unavailable",
     "StoreLocked",
     "TimedOut",

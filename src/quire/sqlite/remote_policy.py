@@ -62,20 +62,10 @@ OF_CONNECTION = _words(
 """Pragmas that may be set and stay with the connection (rule 4)."""
 MODULES = _words("dbstat fts3 fts3tokenize fts4 fts4aux fts5 fts5vocab geopoly rtree rtree_i32")
 """Virtual tables that may be made: they keep what they know in the database."""
+TEMPORARY = "temp"
+"""The database of temporary objects."""
 FUNCTIONS_REFUSED = frozenset({"load_extension", "fts3_tokenizer", "sqlite_log"})
 
-_TEMPORARY = frozenset(
-    {
-        apsw.SQLITE_CREATE_TEMP_INDEX,
-        apsw.SQLITE_CREATE_TEMP_TABLE,
-        apsw.SQLITE_CREATE_TEMP_TRIGGER,
-        apsw.SQLITE_CREATE_TEMP_VIEW,
-        apsw.SQLITE_DROP_TEMP_INDEX,
-        apsw.SQLITE_DROP_TEMP_TABLE,
-        apsw.SQLITE_DROP_TEMP_TRIGGER,
-        apsw.SQLITE_DROP_TEMP_VIEW,
-    }
-)
 _OK = apsw.SQLITE_OK
 
 
@@ -150,12 +140,10 @@ class RemotePolicy:
             if first != "":  # rule 3; None is an expression, whose value is not known yet
                 raise _refused("ATTACH, and VACUUM INTO,")
             self.touched = True
-        elif action in _TEMPORARY:
+        elif action == apsw.SQLITE_CREATE_VTABLE and (second or "").lower() not in MODULES:
+            raise _refused(f"a virtual table of the module {second}")
+        if schema == TEMPORARY:
             self.touched = True
-        elif action == apsw.SQLITE_CREATE_VTABLE:
-            if (second or "").lower() not in MODULES:
-                raise _refused(f"a virtual table of the module {second}")
-            self.touched |= schema == "temp"
         return _OK
 
     def _pragma(self, name: str, value: str | None) -> None:

@@ -1,0 +1,329 @@
+"""SQL of remote users stays in its database. Every statement that is refused is shown to do its work without the policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import apsw
+import pytest
+
+import quire
+from quire.core.clock import SystemClock
+from quire.sqlite import remote_policy
+from quire.sqlite.remote_policy import RemoteLimits, RemotePolicy, limit_heap, restrict
+from quire.store.store import Store
+
+Connection = apsw.Connection
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with quire.open(tmp_path / "store") as opened:
+        with closing(opened.sqlite("shop", create=True)) as shop:
+            shop.execute("create table item(id integer primary key, name text); insert into item values (1, 'apple')")
+        with closing(opened.sqlite("other", create=True)) as other:
+            other.execute("create table secret(a); insert into secret values ('theirs')")
+        yield opened
+
+
+@pytest.fixture
+def stock(store: Store) -> Iterator[Connection]:
+    """A connection without the policy."""
+    with closing(store.sqlite("shop")) as connection:
+        yield connection
+
+
+@pytest.fixture
+def both(store: Store) -> Iterator[tuple[Connection, RemotePolicy]]:
+    with closing(store.sqlite("shop")) as connection:
+        yield connection, restrict(connection, SystemClock())
+
+
+def rows(connection: Connection, sql: str, bindings: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    return list(connection.execute(sql, bindings))
+
+
+# ── what leaves the database ──────────────────────────────────────────────────────────────────────────────────────────
+def _attached(connection: Connection) -> bool:
+    return bool({row[1] for row in rows(connection, "pragma database_list")} - {"main", "temp"})
+
+
+ESCAPES: list[tuple[str, Callable[[Connection, Path], bool]]] = [
+    ("ATTACH '{file}' AS x", lambda connection, _: rows(connection, "select * from x.t") == [("a file",)]),
+    ("ATTACH 'other' AS x", lambda connection, _: rows(connection, "select * from x.secret") == [("theirs",)]),
+    ("ATTACH 'file:other?immutable=1' AS x", lambda connection, _: _attached(connection)),
+    ("ATTACH ':memory:' AS x", lambda connection, _: _attached(connection)),
+    ("ATTACH 'o' || 'ther' AS x", lambda connection, _: _attached(connection)),
+    ("ATTACH (SELECT 'other') AS x", lambda connection, _: _attached(connection)),
+    ("VACUUM INTO '{dir}/copy.db'", lambda _, folder: (folder / "copy.db").exists()),
+    ("VACUUM INTO 'stolen'", lambda connection, _: bool(rows(connection, "ATTACH 'stolen' AS x") == [])),
+    ("VACUUM main INTO '{dir}/again.db'", lambda _, folder: (folder / "again.db").exists()),
+]
+
+
+@pytest.mark.parametrize(("sql", "worked"), ESCAPES, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_would_leave_the_database_is_refused(
+    stock: Connection,
+    both: tuple[Connection, RemotePolicy],
+    store: Store,
+    tmp_path: Path,
+    sql: str,
+    worked: Callable[[Connection, Path], bool],
+) -> None:
+    connection, _ = both
+    folder, file = tmp_path / "elsewhere", tmp_path / "file.db"
+    folder.mkdir()
+    with closing(apsw.Connection(str(file))) as ordinary:
+        ordinary.execute("create table t(a); insert into t values ('a file')")
+    before = {info.name for info in store.databases()}
+    with pytest.raises(apsw.AuthError, match="ATTACH, and VACUUM INTO, is refused"):
+        connection.execute(sql.format(dir=folder, file=file))
+    assert os.listdir(folder) == []
+    assert not _attached(connection)
+    assert {info.name for info in store.databases()} == before
+    stock.execute(sql.format(dir=folder, file=file))
+    assert worked(stock, folder), "the statement does its work without the policy"
+
+
+def test_the_name_of_what_is_attached_may_not_come_later(
+    stock: Connection, both: tuple[Connection, RemotePolicy]
+) -> None:
+    with pytest.raises(apsw.AuthError):
+        both[0].execute("ATTACH ? AS x", ("other",))
+    stock.execute("ATTACH ? AS x", ("other",))
+    assert _attached(stock)
+
+
+def test_extensions_cannot_be_loaded(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
+    stock.enable_load_extension(True)
+    both[0].enable_load_extension(True)  # even then
+    with pytest.raises(apsw.SQLError, match="cannot open shared object"):  # it looks for the file
+        stock.execute("select load_extension('/nowhere/x')")
+    for sql in ("select load_extension('/nowhere/x')", "select LOAD_EXTENSION('/nowhere/x', 'entry')"):
+        with pytest.raises(apsw.AuthError, match=r"load_extension\(\) is refused"):
+            both[0].execute(sql)
+    stock.execute("create trigger t after insert on item begin select load_extension('/nowhere/x'); end")
+    with pytest.raises(apsw.AuthError):
+        both[0].execute("insert into item values (9, 'trap')")
+
+
+def test_a_function_that_writes_the_log_is_refused(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
+    stock.execute("select sqlite_log(27, 'noise')")
+    with pytest.raises(apsw.AuthError):
+        both[0].execute("select sqlite_log(27, 'noise')")
+
+
+def test_modules_that_are_not_listed_make_no_tables(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
+    class Module:
+        def Create(self, *_: object) -> tuple[str, object]:  # noqa: N802 - apsw's name
+            return "create table x(a)", object()
+
+        Connect = Create
+
+    for connection in (stock, both[0]):
+        connection.create_module("files", Module())  # type: ignore[arg-type]
+    with pytest.raises(apsw.AuthError, match="virtual table of the module files"):
+        both[0].execute("create virtual table f using files()")
+    stock.execute("create virtual table temp.f using files()")
+    both[0].execute("create virtual table words using fts5(text)")
+    both[0].execute("insert into words values ('red apple')")
+    assert rows(both[0], "select * from words('apple')") == [("red apple",)]
+
+
+# ── pragmas ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+SETTINGS = [
+    ("synchronous", "0"),
+    ("synchronous", "off"),
+    ("busy_timeout", "60000"),
+    ("cache_size", "-1000000"),
+    ("writable_schema", "1"),
+    ("writable_schema", "on"),
+    ("temp_store", "2"),
+    ("mmap_size", "1000000"),
+    ("max_page_count", "5000"),
+    ("journal_size_limit", "5"),
+    ("locking_mode", "exclusive"),
+    ("trusted_schema", "1"),
+    ("query_only", "1"),
+    ("secure_delete", "1"),
+    ("threads", "4"),
+    ("cache_spill", "0"),
+    ("ignore_check_constraints", "1"),
+    ("soft_heap_limit", "1000"),
+    ("hard_heap_limit", "1000000000"),
+    ("schema_version", "77"),
+    ("wal_autocheckpoint", "5"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_pragmas_that_change_the_connection_or_the_process_cannot_be_set(
+    stock: Connection, both: tuple[Connection, RemotePolicy], name: str, value: str
+) -> None:
+    try:
+        stock.execute(f"PRAGMA {name}={value}")  # does not raise
+        for form in ("PRAGMA {}={}", "PRAGMA main.{}={}", "PRAGMA {}({})", "pragma  {} = '{}'"):
+            with pytest.raises(apsw.AuthError, match=f"setting PRAGMA {name} is refused"):
+                both[0].execute(form.format(name, value))
+    finally:
+        apsw.soft_heap_limit(0)
+        apsw.hard_heap_limit(0)
+
+
+def test_a_pragma_that_says_where_temporary_files_go_is_refused(both: tuple[Connection, RemotePolicy]) -> None:
+    """SQLite without OMIT_DEPRECATED takes it; here it is refused before SQLite looks whether it knows it."""
+    for sql in (
+        "PRAGMA temp_store_directory='/tmp'",
+        "PRAGMA data_store_directory='/tmp'",
+        "PRAGMA temp_store_directory",
+    ):
+        with pytest.raises(apsw.AuthError):
+            both[0].execute(sql)
+
+
+def test_a_pragma_that_nobody_has_listed_is_refused(both: tuple[Connection, RemotePolicy]) -> None:
+    for sql in ("PRAGMA not_known_yet", "PRAGMA not_known_yet=1", "PRAGMA shrink_memory", "PRAGMA key='x'"):
+        with pytest.raises(apsw.AuthError):
+            both[0].execute(sql)
+
+
+def test_the_schema_cannot_be_written(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
+    change = "update sqlite_master set sql = replace(sql, 'name', 'title') where name = 'item'"
+    for connection in (both[0],):
+        with pytest.raises(apsw.AuthError):
+            connection.execute("pragma writable_schema=on")
+        with pytest.raises(apsw.SQLError, match="may not be modified"):
+            connection.execute(change)
+    stock.execute("pragma writable_schema=on")
+    stock.execute(change)
+    assert "title" in rows(stock, "select sql from sqlite_master where name = 'item'")[0][0]  # type: ignore[operator]
+
+
+def test_shadow_tables_cannot_be_written(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
+    """DEFENSIVE: else a crafted index would be read by code that trusts it."""
+    stock.execute("create virtual table words using fts5(text)")
+    with pytest.raises(apsw.SQLError, match="may not be modified"):
+        both[0].execute("delete from words_data")
+    stock.execute("delete from words_data")
+
+
+def test_pragmas_that_programs_need_work(both: tuple[Connection, RemotePolicy]) -> None:
+    connection, policy = both
+    assert rows(connection, "pragma table_info(item)")[0][1] == "id"
+    assert rows(connection, "select name from pragma_table_info('item')") == [("id",), ("name",)]
+    for sql in (
+        "pragma foreign_key_list(item)", "pragma index_list('item')", "pragma main.table_xinfo(item)", "pragma quick_check",
+        "pragma foreign_key_check", "pragma database_list", "pragma synchronous", "pragma busy_timeout", "pragma cache_size",
+        "pragma user_version=5", "pragma journal_mode=wal", "pragma compile_options", "pragma quire_epoch", "pragma optimize",
+    ):  # fmt: skip
+        rows(connection, sql)
+    assert rows(connection, "pragma user_version") == [(5,)]
+    assert not policy.touched
+
+
+# ── the rest of SQL ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_everything_inside_the_database_works(both: tuple[Connection, RemotePolicy]) -> None:
+    connection, policy = both
+    for sql in (
+        "create table a(x integer primary key, y text unique)", "create index i on a(y)", "create view v as select * from a",
+        "create trigger t after insert on a begin update a set y = upper(y) where x = new.x; end",
+        "insert into a values (1, 'one')", "alter table a add column z", "savepoint s", "update a set z = json('[1]')",
+        "rollback to s", "release s", "analyze", "reindex", "drop trigger t", "delete from a", "begin immediate", "commit",
+        "with recursive r(n) as (select 1 union all select n + 1 from r where n < 9) insert into a(x) select n from r",
+    ):  # fmt: skip
+        rows(connection, sql)
+    assert rows(connection, "select count(*) from v") == [(9,)]
+    assert not policy.touched
+    connection.execute("vacuum")
+    assert rows(connection, "select count(*) from v") == [(9,)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "create temp table t(a)",
+        "create temporary view t as select 1",
+        "create temp trigger t after insert on item begin select 1; end",
+        "create table temp.t(a)",
+        "pragma foreign_keys=on",
+        "pragma case_sensitive_like=1",
+        "pragma recursive_triggers(1)",
+        "ATTACH '' AS x",
+        "vacuum",
+        "create virtual table temp.words using fts5(text)",
+    ],
+)
+def test_what_stays_in_the_connection_is_noticed(both: tuple[Connection, RemotePolicy], sql: str) -> None:
+    connection, policy = both
+    rows(connection, "select * from item")
+    assert not policy.touched
+    connection.execute(sql)
+    assert policy.touched
+
+
+def test_a_reader_neither_writes_nor_takes_the_lock(both: tuple[Connection, RemotePolicy]) -> None:
+    connection, policy = both
+    policy.read_only = True
+    for sql in (
+        "insert into item values (2, 'x')",
+        "begin immediate",
+        "create table a(b)",
+        "pragma user_version=9",
+    ):
+        with pytest.raises(apsw.ReadOnlyError):
+            connection.execute(sql)
+    with pytest.raises(apsw.AuthError):
+        connection.execute("pragma query_only=0")
+    assert rows(connection, "select name from item") == [("apple",)]
+    policy.read_only = False
+    connection.execute("insert into item values (2, 'pear')")
+    assert not policy.touched
+
+
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+ENDLESS = "with recursive r(n) as (select 1 union all select n + 1 from r) select count(*) from r"
+
+
+def test_a_statement_ends_when_its_time_is_over(both: tuple[Connection, RemotePolicy]) -> None:
+    connection, policy = both
+    with policy.deadline(0.05), pytest.raises(apsw.InterruptError):
+        rows(connection, ENDLESS)
+    assert rows(connection, "select 1") == [(1,)]
+    with policy.deadline(60.0):
+        assert rows(connection, "select 1") == [(1,)]
+        assert not policy.is_overdue
+
+
+def test_values_and_statements_and_patterns_are_bounded(store: Store, stock: Connection) -> None:
+    limits = RemoteLimits(value_bytes=10_000, sql_bytes=2_000, pattern_bytes=50, temporary_pages=20)
+    with closing(store.sqlite("shop")) as connection:
+        restrict(connection, SystemClock(), limits)
+        big = "insert into filled select randomblob(1000) from (values (1),(2),(3),(4),(5),(6),(7),(8),(9),(10))"
+        for sql, error in (
+            ("select zeroblob(20000)", apsw.TooBigError),
+            ("select hex(randomblob(9000))", apsw.TooBigError),
+            ("select " + " + ".join(["1"] * 600), apsw.TooBigError),
+            (f"select 'a' like '{'%' * 60}'", apsw.SQLError),
+            (f"create temp table filled(a); {'; '.join([big] * 12)}", apsw.FullError),
+        ):
+            with pytest.raises(error):
+                rows(connection, sql)
+            rows(stock, sql)
+
+
+def test_the_soft_limit_is_set_and_the_hard_one_is_not() -> None:
+    before = apsw.soft_heap_limit(-1)
+    try:
+        limit_heap(1 << 30)
+        assert apsw.soft_heap_limit(-1) == 1 << 30
+        assert apsw.hard_heap_limit(-1) == 0
+    finally:
+        apsw.soft_heap_limit(before)
+
+
+def test_no_pragma_is_in_two_lists() -> None:
+    assert not remote_policy.OF_DATABASE & remote_policy.OF_CONNECTION
+    assert not remote_policy.ASKING & (remote_policy.OF_DATABASE | remote_policy.OF_CONNECTION)
