@@ -92,7 +92,7 @@ class RemotePolicy:
         self._ours = False
         self._read_only = False
         self.touched = False
-        """Rule 4."""
+        """Whether a statement has left a trace in the connection (rule 4)."""
 
     # ── reading only ──────────────────────────────────────────────────────────────────────────────────────────────────
     @property

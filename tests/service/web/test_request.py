@@ -123,8 +123,15 @@ def test_readers_are_asked_on_loopback_too_if_the_settings_say_so(path: Path) ->
 
 
 def test_a_wrong_token_is_refused_even_where_none_is_needed(anybody: Asker) -> None:
-    for shown in ("Bearer wrong-token-wrong-token", "Basic YTpi", "Bearer", "", "Bearer \xe9"):
+    for shown in ("Bearer wrong-token-wrong-token", "Basic YTpi", "Bearer a.b.c", "", "Bearer \xe9"):
         assert anybody.get("/api/overview", Authorization=shown).status == 401, shown
+
+
+def test_a_client_that_has_no_token_may_say_so(anybody: Asker) -> None:
+    """`libsql-client` sends `Bearer None`, others an empty one: it is refused where a token is needed, as if it were missing."""
+    for shown in ("Bearer", "Bearer None", "Bearer null"):
+        assert anybody.get("/api/overview", Authorization=shown).status == 200, shown
+        assert anybody.post("/api/jobs/1/retry", Authorization=shown).status == 401, shown
 
 
 def test_a_token_in_an_address_or_a_cookie_is_no_token(anybody: Asker, boss: Asker, store: Store) -> None:

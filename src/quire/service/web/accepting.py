@@ -76,7 +76,7 @@ class _Goodbye:
         self._held: set[socket.socket] = set()
 
     def say(self, connection: socket.socket, *, is_plain: bool) -> None:
-        """Rule 1."""
+        """Tell a client that there is no slot, and hang up in a moment (rule 1)."""
         if not is_plain or len(self._held) >= HELD_MAX:
             connection.close()
             return
