@@ -28,7 +28,7 @@ from quire.durable.names import (
 from quire.lsm.compaction import VersionRetention
 from quire.lsm.memtable import Memtable
 from quire.lsm.merge import compacted, merged, retained, scan_parts, visible
-from quire.lsm.wal import LOG_KIND, KvWal, batches_of, decode_batch, encode_batch
+from quire.lsm.wal import LOG_KIND, KvWal, WalBatch, batches_of, decode_batch, encode_batch, encode_carried
 from quire.lsm.witnesses import Owner
 from tests.lsm.tables import KEYS, ROWS, VALUES, Row, batch_of, in_order, make_table, newest, rows_of
 from tests.rules.tree import ROOT
@@ -39,7 +39,17 @@ BATCHES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=8)
 # ── log ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @given(st.integers(0, 2**64 - 1), BATCHES)
 def test_a_batch_is_read_as_it_was_written(lsn: int, items: dict[bytes, bytes | None]) -> None:
-    assert decode_batch(encode_batch(lsn, items), "", 0) == (lsn, items)
+    record = encode_batch(lsn, items)
+    assert decode_batch(record, "", 0) == WalBatch(lsn, items, len(record))
+    keyed = encode_batch(lsn, items, 7)
+    assert decode_batch(keyed, "", 0) == WalBatch(lsn, items, len(keyed), ((7, lsn),))
+
+
+def test_keys_of_calls_are_carried_into_the_next_log() -> None:
+    record = encode_carried(9, [(7, 3), (2**64 - 1, 4)])
+    assert decode_batch(record, "", 0) == WalBatch(9, {}, len(record), ((7, 3), (2**64 - 1, 4)))
+    with pytest.raises(Corruption, match="malformed"):
+        decode_batch(record[:-1], "", 0)
 
 
 @given(BATCHES, st.data())

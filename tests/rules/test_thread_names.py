@@ -8,6 +8,7 @@ from quire.core.barrier import OURS
 from tests.rules.tree import sources
 
 CALLERS = {
+    "src/quire/service/frame_server.py: frames-call",
     "src/quire/service/sql/threads.py: sql-worker-{len(self._threads)}",
     "src/quire/service/web/server.py: web-call",
 }

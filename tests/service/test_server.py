@@ -22,7 +22,9 @@ from quire.service import wire
 from quire.service.client import Client, connect
 from quire.service.commands import CommandHandlers
 from quire.service.handlers import Handlers
+from quire.service.handlers_data import DataHandlers
 from quire.service.handlers_jobs import JobHandlers
+from quire.service.handlers_sql import SqlHandlers
 from quire.store.store import Store
 from tests.service.conftest import Start
 from tests.service.world import HEADERS, end, line, process, reserve, served
@@ -48,7 +50,10 @@ def raw(server: Any) -> Any:
 
 def test_every_action_has_a_handler_and_every_handler_an_action() -> None:
     methods = {
-        name for kind in (Handlers, JobHandlers, CommandHandlers) for name in vars(kind) if name.startswith("do_")
+        name
+        for kind in (Handlers, DataHandlers, SqlHandlers, JobHandlers, CommandHandlers)
+        for name in vars(kind)
+        if name.startswith("do_")
     }
     assert methods == {"do_" + name.replace(".", "_") for name in m.ACTIONS}
 

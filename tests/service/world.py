@@ -74,6 +74,10 @@ def reserve(*numbers: int) -> list[Op]:
     return [ReserveIds(Counter.JOB, number) for number in numbers]
 
 
+class Broken(flight.FlightUnavailableError, ConnectionError):  # type: ignore[misc]
+    """What a broken connection is to either transport."""
+
+
 @contextmanager
 def losing_answers(times: int = 1) -> Iterator[list[str]]:
     """Answers are lost after the owner has done what they tell of, so many times; which points were passed."""
@@ -82,7 +86,7 @@ def losing_answers(times: int = 1) -> Iterator[list[str]]:
     def lose(name: str) -> None:
         if len(lost) < times:
             lost.append(name)
-            raise flight.FlightUnavailableError("the connection broke")
+            raise Broken("the connection broke")
 
     with armed("service.answer", lose):
         yield lost

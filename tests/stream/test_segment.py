@@ -61,7 +61,7 @@ def agree(page: str, title: str, layout: struct.Struct, names: str) -> None:
 def test_the_pages_tables_are_the_structs() -> None:
     header = "magic version reserved reserved stream_id segment_id base_record created_at_ms salt crc64"
     agree(PAGE, "header field", fmt.HEADER, header)
-    block = "mark flags body_bytes count first_record timestamp_ms durable_upto body_crc64 reserved head_crc64"
+    block = "mark flags body_bytes count first_record timestamp_ms durable_upto body_crc64 call head_crc64"
     agree(PAGE, "head field", fmt.BLOCK, block)
 
 
@@ -70,6 +70,20 @@ def test_the_pages_example_is_what_the_code_writes() -> None:
     assert dumped(PAGE) == raw
     found = scan(raw)
     assert (found.end_record, found.cut, found.torn_bytes) == (1003, len(raw), 0)
+
+
+VERSION_1 = (
+    "5153545245414d31010000000000000007000000000000000300000000000000e8030000000000000068e5cf8b010000"
+    "efcdab89674523016fd76a2d2e27704651424c4b010000001800000003000000e8030000000000000068e5cf8b010000"
+    "e80300000000000083d23576290d47990000000000000000ee80bcb2a4b64f7c00000000030000000300000008000000"
+    "6f6e65746872656500000000000000000000000000000000000000000000000000000000000000000000000000000000"
+)
+"""The page's example before appends had keys."""
+
+
+def test_segments_of_version_1_are_read() -> None:
+    found = scan(bytes.fromhex(VERSION_1))
+    assert (found.end_record, found.calls) == (1003, {})
 
 
 @given(appends)
@@ -187,7 +201,7 @@ def test_headers_that_are_none() -> None:
     raw = bytearray(new_header().encode())
     with pytest.raises(Corruption, match="shorter"):
         StreamSegmentHeader.decode(raw[:63])
-    raw[8] = 2
+    raw[8] = 3
     newer = raw[:56] + crc64(raw[:56]).to_bytes(8, "little")
     with pytest.raises(FormatTooNew):
         StreamSegmentHeader.decode(newer)

@@ -203,6 +203,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Long polls: they hold a thread each, and nothing else."""
     streams_max: int = 32
     """Tables that are being read; a slow client keeps its place."""
+    connections_max: int = 512
+    """Connections through the Unix socket: each holds a thread."""
     busy_seconds: float = 1.0
     body_bytes_max: int = 16 * MIB
     """Of a call. A batch of operations must fit."""
@@ -261,7 +263,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The database of clients that name none, made when it is first used; empty: they are refused."""
 
     def __post_init__(self) -> None:
-        _require(min(self.calls_max, self.waits_max, self.streams_max) >= 1, "service: limits must be positive")
+        limits = (self.calls_max, self.waits_max, self.streams_max, self.connections_max)
+        _require(min(limits) >= 1, "service: limits must be positive")
         _require(self.body_bytes_max >= 64 * 1024, "service.body_bytes_max must be at least 64 KiB")
         _require(self.batch_bytes >= 64 * 1024, "service.batch_bytes must be at least 64 KiB")
         _require(0 < self.wait_seconds_max <= 300, "service.wait_seconds_max lies in (0, 300]")

@@ -37,6 +37,7 @@ LOCK = "store.lock"
 MANIFEST = "manifest.lmdb"
 MANIFEST_LOCK = "manifest.lmdb-lock"
 SOCKET = "quire.sock"
+FRAMES_SOCKET = "quire.sock.f"
 SOCKET_POINTER = "quire.sock.at"
 """Says where the socket is when the path of the store is too long for one."""
 ADMIN_TOKEN = "admin.token"
@@ -116,7 +117,18 @@ class FixedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FIXED_FILES = frozenset(
-    {CONFIG, LOCK, MANIFEST, MANIFEST_LOCK, SOCKET, SOCKET_POINTER, ADMIN_TOKEN, READ_TOKEN, SIGNING_KEY}
+    {
+        CONFIG,
+        LOCK,
+        MANIFEST,
+        MANIFEST_LOCK,
+        SOCKET,
+        FRAMES_SOCKET,
+        SOCKET_POINTER,
+        ADMIN_TOKEN,
+        READ_TOKEN,
+        SIGNING_KEY,
+    }
 )
 
 

@@ -46,6 +46,7 @@ from quire.core.errors import (
     poisoned_by,
 )
 from quire.core.events import emit
+from quire.core.recent_keys import call_number
 from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
@@ -57,7 +58,7 @@ from quire.lsm.reading import HeldLsns, KvIterator, KvRanges, KvSnapshot
 from quire.lsm.recovery import RecoveredKv, open_files
 from quire.lsm.short_scan import Pair
 from quire.lsm.view import LSN_MAX, Frozen, KvView
-from quire.lsm.wal import Buffer, KvWal, as_bytes, checked_batch, encode_batch
+from quire.lsm.wal import Buffer, Items, KvWal, as_bytes, checked_batch, encode_batch, encode_carried
 from quire.lsm.witnesses import StoreFacts, end_row
 from quire.manifest.records import LsmEndsRecord
 
@@ -151,6 +152,7 @@ class Kv(KvRanges):
         self._writing = threading.Lock()
         self._wal = opened.wal
         self._durable_lsn = opened.last_lsn
+        self._calls = opened.calls
         # guarded by _visibility, which comes after _writing: a snapshot sees whole batches, and holds their versions at once
         self._visibility = threading.Lock()
         self._lsn = opened.last_lsn
@@ -257,9 +259,12 @@ class Kv(KvRanges):
         self.write({as_bytes(key): None}, sync=sync)
 
     @changes
-    def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True) -> int:
-        """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch)."""
-        items = checked_batch(batch)
+    def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
+        """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch).
+
+        A `key` of 16 random bytes makes the call safe to repeat: a batch whose key was written lately is not written again.
+        """
+        items, call = checked_batch(batch), call_number(key) if key else 0
         if not items:
             return 0
         self.require_writable()
@@ -268,19 +273,29 @@ class Kv(KvRanges):
                 self.require()
             if self.view.memtable.bytes >= self.settings.memtable_bytes:
                 self._make_room()
-            wal, lsn = self._wal, self._lsn + 1
-            record = encode_batch(lsn, items)
-            try:
-                end = wal.append(record)
-            except BaseException as error:
-                self._doubt(error)
-                raise
-            with self._visibility:
-                self._lsn = lsn
-                self.view.memtable.put_all(lsn, items, len(record), self.snapshots.newest)
+            if call and (done := self._calls.get(call)) is not None:
+                wal, end, lsn = self._wal, self._wal.end, done
+            else:
+                wal, end, lsn = self._append(items, call)
         if sync:
             self._sync(wal, end)
         return lsn
+
+    def _append(self, items: Items, call: int) -> tuple[KvWal, int, int]:
+        """Write a batch and have readers see it: where, where its record ends, its lsn. REQUIRES the write lock."""
+        wal, lsn = self._wal, self._lsn + 1
+        record = encode_batch(lsn, items, call)
+        try:
+            end = wal.append(record)
+        except BaseException as error:
+            self._doubt(error)
+            raise
+        with self._visibility:
+            self._lsn = lsn
+            self.view.memtable.put_all(lsn, items, len(record), self.snapshots.newest)
+        if call:
+            self._calls.add(call, lsn)
+        return wal, end, lsn
 
     @changes
     def sync(self) -> None:
@@ -333,6 +348,12 @@ class Kv(KvRanges):
                     self.disk.remove(path)
             raise
         hit("lsm.freeze.rotated")
+        if self._calls:  # before the old log can be flushed, and go
+            try:
+                new.sync(new.append(encode_carried(self._lsn, self._calls.newest())))
+            except BaseException as error:
+                self._doubt(error)
+                raise
         with self._viewing:
             view = self.view
             view.memtable.freeze()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.lsm.short_scan import Pair
@@ -190,10 +190,20 @@ class KvSnapshot(KvRanges):
             self._kv.snapshots.forget(self._held)
 
 
+class ReadableSnapshot(Protocol):
+    """A set as it was, here or at an owner."""
+
+    def scan(
+        self, *, prefix: Buffer | None = None, low: Buffer = b"", high: Buffer | None = None, reverse: bool = False
+    ) -> Iterator[Pair]: ...
+
+    def close(self) -> None: ...
+
+
 class KvIterator:
     """A cursor over a snapshot: `seek`, then iterate; close it, or use it as a context manager."""
 
-    def __init__(self, snapshot: KvSnapshot) -> None:
+    def __init__(self, snapshot: ReadableSnapshot) -> None:
         self.snapshot = snapshot
         self._pairs: Iterator[Pair] = snapshot.scan()
 

@@ -31,6 +31,7 @@ import msgspec
 from quire.core.clock import SystemClock
 from quire.core.errors import Corruption, QuireError
 from quire.core.events import emit
+from quire.core.recent_keys import RecentKeys
 from quire.durable import quarantine
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
@@ -42,7 +43,7 @@ from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
 from quire.lsm.projection import is_row_of
 from quire.lsm.view import Frozen, KvView, Levels, open_table
-from quire.lsm.wal import LOG_KIND, KvWal, batches_of, require_owner
+from quire.lsm.wal import LOG_KIND, KvWal, batches_of, encode_carried, require_owner
 from quire.lsm.witnesses import REPAIR, StoreFacts
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class RecoveredKv(msgspec.Struct):
     wal: KvWal
     view: KvView
     last_lsn: int
+    calls: RecentKeys
+    """Idempotency keys of writes in the logs."""
 
 
 def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts | None = None) -> RecoveredKv:
@@ -67,6 +70,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         disk.make_dirs(f"{home.path}/{part}")
     tables: list[SSTable] = []
     wals: list[KvWal] = []
+    calls = RecentKeys()
     try:
         state = manifest.state()
         if not state.active_wal:
@@ -75,12 +79,14 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         tables.extend(_open_tables(disk, home, state, cache, facts))
         levels = Levels(tables)
         hit("lsm.recovery.tables")
-        memtables = [_replay(disk, home, number, levels.lsn_max, wals, facts) for number in _numbers(state)]
+        memtables = [_replay(disk, home, number, levels.lsn_max, wals, facts, calls) for number in _numbers(state)]
         last = max(state.last_lsn, levels.lsn_max, *(memtable.lsn_max for memtable in memtables))
         if facts.ends is not None and last < facts.ends.last_lsn:
             text = "acknowledged writes are missing from the database"
             raise Corruption(text, hint=REPAIR, path=home.path, last_lsn=last, acknowledged=facts.ends.last_lsn)
         active = wals.pop()
+        if wals and calls:  # the logs that have them go when they are flushed
+            active.sync(active.append(encode_carried(last, calls.newest())))
         settle_notes(disk, home, state.tables)
         hit("lsm.recovery.settled")
         _sweep(disk, home, state, facts)
@@ -96,7 +102,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         memtable.freeze()
         wal.close()
         frozen.append(Frozen(memtable, wal.number, wal.durable_end()))
-    return RecoveredKv(manifest, active, KvView(memtables[-1], tuple(reversed(frozen)), levels), last)
+    return RecoveredKv(manifest, active, KvView(memtables[-1], tuple(reversed(frozen)), levels), last, calls)
 
 
 def _numbers(state: ManifestData) -> list[int]:
@@ -174,15 +180,19 @@ def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCac
     return opened
 
 
-def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[KvWal], facts: StoreFacts) -> Memtable:
+def _replay(
+    disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[KvWal], facts: StoreFacts, calls: RecentKeys
+) -> Memtable:
     """Step 4 for one WAL, which is left open in `wals`."""
     wal, contents = KvWal.open(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
     wals.append(wal)
     memtable = Memtable()
-    for lsn, items, size in batches_of(contents):
+    for lsn, items, size, keys in batches_of(contents):
+        for key, at in keys:
+            calls.add(key, at)
         # Else a flush that was cut off between its two events has brought it into a table. If it were replayed, a compaction
         # might drop a tombstone above it and the next flush bring it back.
-        if lsn > in_tables:
+        if items and lsn > in_tables:
             memtable.put_all(lsn, items, size, 0)
     if contents.torn_bytes:
         emit("info", "lsm.wal.torn", path=contents.path, bytes=contents.torn_bytes)

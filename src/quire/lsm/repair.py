@@ -396,7 +396,8 @@ def _batches(survey: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
     for frame in find_frames(raw, header):
         if frame.payload:
             try:
-                yield decode_batch(frame.payload, path, frame.offset)
+                batch = decode_batch(frame.payload, path, frame.offset)
+                yield batch.lsn, batch.items
             except Corruption as error:
                 survey.lost.append(f"writes in log {number} at offset {frame.offset}: {error.what}")
 

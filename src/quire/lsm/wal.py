@@ -11,9 +11,10 @@ Raises `StoreUnusable`, `OutOfRange` (a batch above 64 MiB), `Corruption`."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
+from typing import NamedTuple
 
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, StorageFault, StoreClosed
 from quire.core.limits import KIB, MIB
@@ -33,6 +34,12 @@ ONE = struct.Struct("<QIII")
 """The head of a batch of one: lsn, 1, bytes of the key, bytes of the value"""
 DELETED = 0xFFFFFFFF
 """In place of a value's size: the key was deleted."""
+KEYED = 0x80000000
+"""Flag of the count: the idempotency key of the call follows the head, as a u64."""
+CARRIED = 0x40000000
+"""Flag of the count: no batch, but keys of calls in earlier logs, which end when they are flushed: pairs of key and lsn."""
+KEY = struct.Struct("<Q")
+PAIR = struct.Struct("<QQ")
 
 if HEAD.size != HEAD_BYTES or ONE.size != HEAD_BYTES + 8:
     raise AssertionError("the WAL's structs disagree with their literal sizes")
@@ -73,40 +80,71 @@ def checked_batch(batch: Mapping[bytes, Buffer | None]) -> Items:
     return batch  # type: ignore[return-value]  # the loop has seen that all are bytes
 
 
-def encode_batch(lsn: int, items: Items) -> bytes:
-    """The record of a batch: head, sizes of the keys, sizes of the values, keys, values.
+class WalBatch(NamedTuple):
+    """A record of the log."""
+
+    lsn: int
+    items: dict[bytes, bytes | None]
+    """Empty if the record only carries keys."""
+    size: int
+    calls: tuple[tuple[int, int], ...] = ()
+    """Idempotency keys, with the lsns of their batches."""
+
+
+def encode_batch(lsn: int, items: Items, key: int = 0) -> bytes:
+    """The record of a batch: head, the call's key if it has one, sizes of the keys, sizes of the values, keys, values.
 
     >>> encode_batch(7, {b"k": b"v", b"old": None}).hex()
     '070000000000000002000000010000000300000001000000ffffffff6b6f6c6476'
     """
-    if len(items) == 1:
-        ((key, value),) = items.items()
+    if len(items) == 1 and not key:
+        ((only, value),) = items.items()
         if value is None:
-            return ONE.pack(lsn, 1, len(key), DELETED) + key
-        return ONE.pack(lsn, 1, len(key), len(value)) + key + value
+            return ONE.pack(lsn, 1, len(only), DELETED) + only
+        return ONE.pack(lsn, 1, len(only), len(value)) + only + value
     count = len(items)
     sizes = [DELETED if value is None else len(value) for value in items.values()]
-    packed = struct.pack(f"<QI{count}I{count}I", lsn, count, *map(len, items), *sizes)
-    return b"".join((packed, *items, *filter(None, items.values())))
+    head = HEAD.pack(lsn, count | KEYED) + KEY.pack(key) if key else HEAD.pack(lsn, count)
+    return b"".join(
+        (head, struct.pack(f"<{2 * count}I", *map(len, items), *sizes), *items, *filter(None, items.values()))
+    )
 
 
-def decode_batch(record: bytes, path: str, offset: int) -> tuple[int, dict[bytes, bytes | None]]:
-    """The lsn and the items of a record."""
+def encode_carried(lsn: int, calls: Iterable[tuple[int, int]]) -> bytes:
+    """The record that takes keys of calls over into a new log, whose last lsn is this."""
+    pairs = [PAIR.pack(key, at) for key, at in calls]
+    return HEAD.pack(lsn, len(pairs) | CARRIED) + b"".join(pairs)
+
+
+def decode_batch(record: bytes, path: str, offset: int) -> WalBatch:
+    """The batch of a record."""
     try:
         lsn, count = HEAD.unpack_from(record)
+        if count & CARRIED:
+            return _carried(record, lsn, count & ~CARRIED, path, offset)
+        start, calls = HEAD_BYTES, tuple[tuple[int, int], ...]()
+        if count & KEYED:
+            count, start = count & ~KEYED, HEAD_BYTES + KEY.size
+            calls = ((KEY.unpack_from(record, HEAD_BYTES)[0], lsn),)
         if 8 * count > len(record):  # before anything of that size is made
             raise _corrupt(path, offset, "its sizes do not fit")
-        sizes = struct.unpack_from(f"<{2 * count}I", record, HEAD_BYTES)
+        sizes = struct.unpack_from(f"<{2 * count}I", record, start)
     except struct.error as error:
         raise _corrupt(path, offset, str(error)) from error
-    start = HEAD_BYTES + 8 * count
+    start += 8 * count
     lengths = [*sizes[:count], *(0 if size == DELETED else size for size in sizes[count:])]
     ends = list(accumulate(lengths, initial=start))
     if ends[-1] != len(record) or not count:
         raise _corrupt(path, offset, "its sizes do not fit")
     keys = [record[ends[at] : ends[at + 1]] for at in range(count)]
     values = (None if sizes[at] == DELETED else record[ends[at] : ends[at + 1]] for at in range(count, 2 * count))
-    return lsn, dict(zip(keys, values))
+    return WalBatch(lsn, dict(zip(keys, values)), len(record), calls)
+
+
+def _carried(record: bytes, lsn: int, count: int, path: str, offset: int) -> WalBatch:
+    if HEAD_BYTES + PAIR.size * count != len(record):
+        raise _corrupt(path, offset, "its keys do not fit")
+    return WalBatch(lsn, {}, len(record), tuple(PAIR.iter_unpack(record[HEAD_BYTES:])))
 
 
 AHEAD_BYTES = 256 * KIB
@@ -264,15 +302,16 @@ def require_owner(disk: Disk, path: str, number: int, owner: Owner, recorded: Lo
         owner.require(header, number, path)
 
 
-def batches_of(contents: LogContents) -> Iterator[tuple[int, dict[bytes, bytes | None], int]]:
-    """Lsn, items and size of each record of a log, in order."""
+def batches_of(contents: LogContents) -> Iterator[WalBatch]:
+    """The records of a log, in order."""
     last = None
     for record, offset in zip(contents.payloads, contents.offsets):
-        lsn, items = decode_batch(record, contents.path, offset)
-        if last is not None and lsn <= last:
-            raise _corrupt(contents.path, offset, f"lsn {lsn} follows {last}")
-        last = lsn
-        yield lsn, items, len(record)
+        batch = decode_batch(record, contents.path, offset)
+        if batch.items:  # keys that are carried bring no lsn of their own
+            if last is not None and batch.lsn <= last:
+                raise _corrupt(contents.path, offset, f"lsn {batch.lsn} follows {last}")
+            last = batch.lsn
+        yield batch
 
 
 def _corrupt(path: str, offset: int, cause: str) -> Corruption:

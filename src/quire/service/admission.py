@@ -28,7 +28,7 @@ from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError
 from quire.core.events import emit
 from quire.service.messages import Role
 from quire.service.tokens import Tokens
-from quire.service.wire import TOKEN_HEADER, TRACE_HEADER, VERSION_HEADER, version_error, write_form
+from quire.service.wire import CLIENT_HEADER, TOKEN_HEADER, TRACE_HEADER, VERSION_HEADER, version_error, write_form
 
 MIDDLEWARE = "quire"
 LOGGED_PER_SECOND = 20
@@ -100,9 +100,11 @@ class Refusals:
 class Admission(flight.ServerMiddleware):  # type: ignore[misc]
     """What the caller of one call may do, and the trace that he is in."""
 
-    def __init__(self, access: Role, trace: str = "") -> None:
+    def __init__(self, access: Role, trace: str = "", client: str = "") -> None:
         self.access = access
         self.trace = trace
+        self.client = client
+        """Who it is, as it says itself: what a client holds at the owner is found by this."""
 
 
 class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -128,14 +130,23 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             self._refusals.add(wrong_call, method=method)
             raise flight.FlightServerError(wrong_call.what, extra_info=write_form(wrong_call))
         if self._tokens is None:
-            return Admission(Role.READ if self._copy_of else Role.ADMIN, sent.get(TRACE_HEADER, ""))
+            return self.admitted(sent.get(TRACE_HEADER, ""), sent.get(CLIENT_HEADER, ""))
         access = self._tokens.access(sent.get(TOKEN_HEADER, ""))
         if access is None:
             shown = "a wrong token" if TOKEN_HEADER in sent else "no token"
             denied = AccessDenied(f"the call shows {shown}", hint="connect with token_file=…")
             self._refusals.add(denied, method=method)
             raise flight.FlightUnauthenticatedError(denied.what, extra_info=write_form(denied))
-        return Admission(access, sent.get(TRACE_HEADER, ""))
+        return Admission(access, sent.get(TRACE_HEADER, ""), sent.get(CLIENT_HEADER, ""))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether callers come through the Unix socket."""
+        return self._tokens is None
+
+    def admitted(self, trace: str, client: str) -> Admission:
+        """Whoever may open the Unix socket may do everything; nobody writes to a copy."""
+        return Admission(Role.READ if self._copy_of else Role.ADMIN, trace, client)
 
     def need(self, context: Any, access: Role, what: str) -> None:
         """Raise `AccessDenied` unless the caller may do this."""

@@ -13,6 +13,7 @@ Rules
   4. Owner and client say their versions with every call; who does not understand the other says so.
   5. A call carries the trace that its caller is in.
   6. A channel belongs to its process: after fork() the child makes a connection of its own.
+  7. On the owner's machine calls travel as frames (`frames.py`), elsewhere by Flight, which brings Arrow everywhere.
 
 Threads: any. Raises what the owner raised, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`.
 """
@@ -44,9 +45,12 @@ from quire.core.errors import (
 )
 from quire.core.tracing import carried
 from quire.durable.files import translated
+from quire.service.frame_carrier import FrameBroken, FrameCarrier, FrameTimedOut
+from quire.service.frames import CLIENT_BYTES
 from quire.service.tickets import Action, Request, TableTicket
 from quire.service.tokens import read_token
 from quire.service.wire import (
+    CLIENT_HEADER,
     TOKEN_HEADER,
     TRACE_HEADER,
     VERSION_HEADER,
@@ -112,7 +116,12 @@ class Channel:
         self.call_seconds = call_seconds
         self._location = uri.replace("grpc://", "grpc+tcp://", 1) if parts.scheme == "grpc" else uri
         self._roots = _read(tls_ca_file) if tls_ca_file else None
-        self._headers = [(VERSION_HEADER.encode(), str(WIRE_VERSION).encode())]
+        client = os.urandom(CLIENT_BYTES)
+        self._frames = FrameCarrier(parts.path, client, WIRE_VERSION) if parts.scheme == "grpc+unix" else None
+        self._headers = [
+            (VERSION_HEADER.encode(), str(WIRE_VERSION).encode()),
+            (CLIENT_HEADER.encode(), client.hex().encode()),
+        ]
         if token_file:
             self._headers.append((TOKEN_HEADER.encode(), b"Bearer " + read_token(token_file).encode()))
         # guarded by _lock
@@ -129,6 +138,19 @@ class Channel:
             client, self._client = self._client, None
         if client is not None and self._pid == os.getpid():
             client.close()
+        if self._frames is not None:
+            self._frames.close()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the owner knows by a connection that this client lives."""
+        return self._frames is not None and self._frames.is_there()
+
+    def _carrier(self) -> Any:
+        """What the next call travels with (rule 7)."""
+        if self._frames is not None and not self._closed and self._frames.is_there():
+            return self._frames
+        return self._connected()
 
     def _connected(self) -> Any:
         with self._lock:
@@ -148,18 +170,27 @@ class Channel:
     def _reconnect(self, failed: Any) -> None:
         """Connect anew after a failed attempt. The old connection is left to those who still use it, and closes itself
         with the last of them."""
+        if isinstance(failed, FrameCarrier):
+            failed.drop_idle()
+            return
         with self._lock:
             if self._client is failed:
                 self._client = None
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def call(
-        self, name: str, request: Request, *, timeout: float | None = None, attempt_seconds: float = ATTEMPT_SECONDS
+        self,
+        name: str,
+        request: Request,
+        *,
+        timeout: float | None = None,
+        attempt_seconds: float = ATTEMPT_SECONDS,
+        key: bytes = b"",
     ) -> R:  # type: ignore[type-var] # inferred from the caller's annotation: the type that the action declares
         """The answer to an action, by its name."""
         from quire.service.messages import ACTIONS  # of a manifest's values: executors have none
 
-        answer: R = self.ask(ACTIONS[name], request, timeout=timeout, attempt_seconds=attempt_seconds)
+        answer: R = self.ask(ACTIONS[name], request, timeout=timeout, attempt_seconds=attempt_seconds, key=key)
         return answer
 
     def ask(
@@ -169,36 +200,47 @@ class Channel:
         *,
         timeout: float | None = None,
         attempt_seconds: float = ATTEMPT_SECONDS,
+        key: bytes = b"",
     ) -> Any:
-        """The answer to an action."""
+        """The answer to an action. `key` is the caller's own idempotency key, where the action takes one."""
         name = action.name
-        body = write_call(os.urandom(16) if action.keyed else b"", request)
+        body = write_call(key or (os.urandom(16) if action.keyed else b""), request)
         trace = carried()
         headers = [*self._headers, (TRACE_HEADER.encode(), trace.encode())] if trace else self._headers
 
         def attempt(client: Any, seconds: float) -> Any:
+            if isinstance(client, FrameCarrier):
+                return read_answer(client.call(name, trace, body, min(seconds, attempt_seconds)), action.answer)
             options = flight.FlightCallOptions(timeout=min(seconds, attempt_seconds), headers=headers)
             whole = b"".join([bytes(part.body) for part in client.do_action(flight.Action(name, body), options)])
             return read_answer(whole, action.answer)
 
-        return self._until_answered(name, attempt, self.call_seconds if timeout is None else timeout)
+        return self._until_answered(name, attempt, self.call_seconds if timeout is None else timeout, self._carrier)
 
-    def _until_answered(self, name: str, attempt: Callable[[Any, float], R], seconds: float) -> R:
-        """Repeat a call that can do no harm, with growing pauses, until the deadline (rules 1 and 2)."""
+    def _until_answered(
+        self, name: str, attempt: Callable[[Any, float], R], seconds: float, connected: Callable[[], Any]
+    ) -> R:
+        """Repeat a call that can do no harm, with growing pauses, until the deadline (rules 1 and 2). A call that may take
+        longer than others has their time to reach an owner that was lost."""
         deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
         while True:
-            client = self._connected()
+            client = connected()
             try:
                 return attempt(client, max(deadline - time.monotonic(), 0.001))
             except RemoteError as refused:
                 if not refused.form.again:
                     raise error_of(refused.form) from None
                 failure: Exception = refused
+            except (FrameBroken, FrameTimedOut) as error:
+                failure = error
             except (flight.FlightError, pa.ArrowException) as error:
                 if not isinstance(error, _AGAIN):
                     raise _explained(error, self.uri) from None
                 failure = error
             self._reconnect(client)
+            if seconds > self.call_seconds:
+                seconds = self.call_seconds
+                deadline = time.monotonic() + seconds
             rest = deadline - time.monotonic()
             if rest <= pause:
                 raise _gave_up(name, failure, self.uri, seconds) from None
@@ -210,7 +252,9 @@ class Channel:
         """The batches of a ticket. A stream that breaks goes on behind the last row that was given."""
         left, moved_at, pause = ticket.rows_max or None, time.monotonic(), PAUSE_SECONDS
         while left is None or left != 0:
-            opened = self._until_answered("do_get", partial(self._open_stream, ticket), self.call_seconds)
+            opened = self._until_answered(
+                "do_get", partial(self._open_stream, ticket), self.call_seconds, self._connected
+            )
             while True:
                 try:
                     chunk = opened.read_chunk()
@@ -264,7 +308,7 @@ def _explained(error: Exception, uri: str) -> QuireError:
 
 
 def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireError:
-    if isinstance(failure, flight.FlightTimedOutError):
+    if isinstance(failure, flight.FlightTimedOutError | FrameTimedOut):
         return TimedOut(
             "the owner did not answer in time", hint="it may still do it", call=name, seconds=seconds, uri=uri
         )

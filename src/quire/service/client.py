@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import pyarrow as pa
 
-from quire.core.errors import InvalidInput, TimedOut
+from quire.core.errors import InvalidInput, NameTaken, TimedOut, UnknownDatabase
 from quire.core.reader_info import ReaderInfo
 from quire.durable.files import OsDisk
 from quire.lsm.engine import KvVersion
@@ -37,15 +39,22 @@ from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.channel import CALL_SECONDS, Channel
 from quire.service.commands import CommandResult, RemoteCommand
+from quire.service.data_actions import OfName
 from quire.service.pipeline import Pipeline, RemoteGuard
 from quire.service.remote_feed import RemoteFeed
 from quire.service.remote_jobs import RemoteJobs, RemotePageReader
+from quire.service.remote_kv import RemoteKv
+from quire.service.remote_sqlite import RemoteDriver, version_of
+from quire.service.remote_stream import RemoteStream
+from quire.service.renewing import Renewing
 from quire.service.sockets import SCHEME, where_owner_listens
+from quire.service.sql_actions import OpenSql
 from quire.service.tickets import LogMode
 from quire.service.values import DatabaseInfo, Hello, StoreInfo
+from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from quire.sqlite.connect import At
 
 JOB_POLL_SECONDS = 0.05
 COMMAND_SECONDS = 7 * 24 * 3_600.0
@@ -84,6 +93,8 @@ class Client:
         """Everything that was committed, in order, for subscribers."""
         self.jobs = RemoteJobs(channel)
         """Work that survives crashes."""
+        self._renewing = Renewing(channel)
+        self._streams = WeakSet[RemoteStream]()
         try:
             self.server: Hello = channel.call("hello", m.Nothing())
             """Who answered when we connected."""
@@ -114,6 +125,9 @@ class Client:
 
     def close(self) -> None:
         """Send what is queued, and hang up. A second time: nothing."""
+        for stream in list(self._streams):
+            stream.close()
+        self._renewing.close()
         self._pipeline.close()
         self._channel.close()
 
@@ -154,6 +168,66 @@ class Client:
     def readers(self, name: str) -> list[ReaderInfo]:
         """Who reads a page database: in the owner's own process, and in others."""
         return self._channel.call("readers", m.OfDatabase(name))
+
+    # ── streams, keys and values ──────────────────────────────────────────────────────────────────────────────────────
+    def stream(self, name: str, *, create: bool = False) -> RemoteStream:
+        """A stream; with `create=True` it is made if there is none. Its API is that of `store.stream(name)`."""
+        self._open(name, "stream.marks", DbKind.STREAM, create)
+        stream = RemoteStream(self._channel, name, self.server.body_bytes_max)
+        self._streams.add(stream)
+        return stream
+
+    def kv(self, name: str, *, create: bool = False) -> RemoteKv:
+        """A key-value set; with `create=True` it is made if there is none. Its API is that of `store.kv(name)`."""
+        self._open(name, "kv.stats", DbKind.LSM, create)
+        return RemoteKv(self._channel, name, self._renewing)
+
+    # ── SQL ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def sqlite(
+        self,
+        name: str,
+        *,
+        at: At | None = None,
+        create: bool = False,
+        timeout: float = 5.0,
+        isolation_level: str | None = "",
+        check_same_thread: bool = True,
+        autocommit: bool | int = LEGACY_TRANSACTION_CONTROL,
+    ) -> Connection:
+        """A connection of PEP 249 to a page database: its newest version, or for reading the one `at` a snapshot, lsn or time.
+
+        It is of the class that `quire.sqlite.dbapi.connect` returns in the owner's process. With `create=True` the database is
+        made if there is none. `timeout` is how long a statement waits for the lock, in seconds.
+        """
+        driver = self.sqlite_driver(name, at=at, create=create, timeout=timeout)
+        return Connection(
+            driver, isolation_level=isolation_level, check_same_thread=check_same_thread, autocommit=autocommit
+        )
+
+    def sqlite_driver(
+        self,
+        name: str,
+        *,
+        at: At | None = None,
+        create: bool = False,
+        timeout: float = 5.0,
+        read_only: bool = False,
+        close: Callable[[], None] = lambda: None,
+    ) -> RemoteDriver:
+        """What is below such a connection; `close` is called with it."""
+        request = OpenSql(name, version_of(at), create, timeout, read_only)
+        return RemoteDriver(self._channel, self._renewing, request, close)
+
+    def _open(self, name: str, action: str, kind: DbKind, create: bool) -> None:
+        """Raise if there is no such database, or one of another kind; make it if that is wanted."""
+        try:
+            self._channel.call(action, OfName(name))
+        except UnknownDatabase:
+            if not create:
+                raise
+            with suppress(NameTaken):  # somebody was quicker
+                self.create(name, kind)
+            self._channel.call(action, OfName(name))
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:

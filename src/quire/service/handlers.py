@@ -37,7 +37,10 @@ from quire.service import messages as m
 from quire.service import tickets
 from quire.service.api import CallContext, StoreApi
 from quire.service.commands import CommandHandlers
+from quire.service.handlers_data import DataHandlers
 from quire.service.handlers_jobs import JobHandlers
+from quire.service.handlers_sql import SqlHandlers
+from quire.service.holdings import Holdings
 from quire.service.idempotency import once
 from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
@@ -59,19 +62,25 @@ _DECODE_OPS = msgspec.msgpack.Decoder(tuple[AnyOp, ...]).decode
 class Handlers:
     """The actions of one store."""
 
-    def __init__(self, store: StoreApi, figures: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, store: StoreApi, figures: Callable[[], dict[str, Any]], holdings: Holdings) -> None:
         self._store = store
         self._figures = figures
         self._manifest = store.manifest
         self._jobs = JobHandlers(store)
         self._commands = CommandHandlers(store)
+        self._data = DataHandlers(store, holdings)
+        self._sql = SqlHandlers(store, holdings)
         self._loads = Loads(store)
         self._kv_loads = KvLoads(store)
 
     def of(self, name: str) -> Callable[[Any, CallContext], Any]:
         """The handler of an action."""
         method = "do_" + name.replace(".", "_")
-        whose = next(handlers for handlers in (self, self._jobs, self._commands) if hasattr(handlers, method))
+        whose = next(
+            handlers
+            for handlers in (self, self._data, self._sql, self._jobs, self._commands)
+            if hasattr(handlers, method)
+        )
         handler: Callable[[Any, CallContext], Any] = getattr(whose, method)
         return handler
 

@@ -25,6 +25,8 @@ from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
+from quire.service.data_actions import DATA_ACTIONS
+from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
@@ -411,6 +413,8 @@ ACTIONS: dict[str, Action] = {
         Action("kv.load.publish", PublishTables, int),
         Action("kv.load.drop", OfLoad, None),
         *STREAM_ACTIONS,
+        *DATA_ACTIONS,
+        *SQL_ACTIONS,
         COMMAND,
     )
 }

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -36,9 +37,14 @@ from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
 from quire.service.admission import MIDDLEWARE, CallLimit, FlightGate, Refusals
 from quire.service.api import CallContext, StoreApi
+from quire.service.data_actions import STREAM_TAIL
+from quire.service.frame_server import FrameServer
 from quire.service.handlers import Handlers
+from quire.service.handlers_sql import SQL
+from quire.service.holdings import Holdings
 from quire.service.messages import ACTIONS, Role, TableTicket
 from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, listens, place_of, retract
+from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tables import TableStream
 from quire.service.tokens import Tokens, ensure_token
 from quire.service.values import ServiceFigures
@@ -46,8 +52,9 @@ from quire.service.wire import read_call, write_answer, write_error, write_form
 
 TCP, TLS = "grpc", "grpc+tls"
 TICKET_BYTES_MAX = 64 * 1024
-LONG_POLLS = frozenset({"feed.wait", "stream.wait"})
+LONG_POLLS = frozenset({"feed.wait", "stream.wait", STREAM_TAIL})
 """Actions that wait for something to happen."""
+UNLIMITED = frozenset(action.name for action in SQL_ACTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,7 @@ class Server:
         self._service = Service(store, self._refusals, self._stopping)
         self.path = store.path
         self._place: SocketPath | None = None
+        self._frames: FrameServer | None = None
         self._door: Any = None
         self._bound: str | int = 0
         self._pid = os.getpid()
@@ -89,17 +97,28 @@ class Server:
         emit("info", "service.listening", address=self.address, path=store.path)
 
     def _listen_on_socket(self, store: StoreApi, place: SocketPath) -> None:
+        gate = FlightGate(None, self._refusals, copy_of=store.copy_of)
         try:
+            # Before the other one: whoever finds that one may rely on this.
+            self._frames = self._service.frames = FrameServer(
+                place.path,
+                self._service.act,
+                gate,
+                left=self._service.left,
+                connections_max=self._settings.connections_max,
+                body_bytes_max=self._settings.body_bytes_max,
+                stop_seconds=self._settings.stop_seconds,
+            )
             with binding(place) as path:
-                self._door = _Door(
-                    SCHEME + path, FlightGate(None, self._refusals, copy_of=store.copy_of), self._service
-                )
+                self._door = _Door(SCHEME + path, gate, self._service)
                 self._bound = path
             announce(OsDisk(), store.path, place)
         except BaseException:
             if self._door is not None:
                 self._shut()
                 retract(place)
+            elif self._frames is not None:
+                self._frames.close()
             raise
         self.address = place.uri
 
@@ -139,6 +158,8 @@ class Server:
 
     def _shut(self) -> None:
         self._stopping.set()
+        if self._frames is not None:
+            self._frames.close()
         ending = threading.Thread(target=self._door.shutdown, name="quire-service-close", daemon=True)
         ending.start()
         ending.join(self._settings.stop_seconds)
@@ -175,15 +196,25 @@ class Service:
         self._settings = settings
         self._refusals = refusals
         self._stopping = stopping
-        self._handlers = Handlers(store, lambda: {"service": msgspec.to_builtins(self.figures())})
+        self.frames: FrameServer | None = None
+        self.holdings = Holdings(store.manifest.clock, self._lives)
+        self._handlers = Handlers(store, lambda: {"service": msgspec.to_builtins(self.figures())}, self.holdings)
         self._calls = CallLimit("calls", settings.calls_max, settings.busy_seconds)
         self._waits = CallLimit("long polls", settings.waits_max, settings.busy_seconds)
         self._streams = CallLimit("streams", settings.streams_max, settings.busy_seconds)
         self._counts = _Counts()
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Nothing more is begun, and what clients hold ends."""
         self._handlers.close()
+        self.holdings.close()
+
+    def _lives(self, client: str) -> bool:
+        return self.frames is not None and self.frames.lives(client)
+
+    def left(self, client: str) -> None:
+        """A client's last connection has ended: its transactions must not keep others waiting."""
+        self.holdings.left(client, SQL)
 
     def figures(self) -> ServiceFigures:
         """See `Server.figures`."""
@@ -191,7 +222,7 @@ class Service:
         return ServiceFigures(
             calls=counts.calls,
             failed=counts.failed,
-            refused=self._refusals.count,
+            refused=self._refusals.count + (self.frames.refused if self.frames is not None else 0),
             busy=sum(limit.busy for limit in limits),
             calls_now=self._calls.now,
             waits_now=self._waits.now,
@@ -237,9 +268,11 @@ class Service:
         def is_over() -> bool:
             return self._stopping.is_set() or bool(context.is_cancelled())
 
-        limit = self._waits if name in LONG_POLLS else self._calls
-        with limit.place(), continued(admission.trace), span("Service.call", action=name, role=role):
-            handler, called = self._handlers.of(name), CallContext(key, role, is_over)
+        with self._place(name), continued(admission.trace), span("Service.call", action=name, role=role):
+            handler, called = (
+                self._handlers.of(name),
+                CallContext(key, role, is_over, admission.client, gate.is_local),
+            )
             if (barrier := self._manifest.barrier) is None or action.access is Role.READ:
                 return handler(request, called)
             with (
@@ -248,6 +281,13 @@ class Service:
                 answer = handler(request, called)
                 barrier.note()
             return answer
+
+    def _place(self, name: str) -> AbstractContextManager[None]:
+        """Where a call is counted. SQL has no limit beside that of connections: a statement may wait for a lock, and the one
+        who holds it must find a place for its COMMIT."""
+        if name in UNLIMITED:
+            return nullcontext()
+        return (self._waits if name in LONG_POLLS else self._calls).place()
 
     def _failed(self, error: QuireError, *, again: bool = False) -> Iterator[bytes]:
         with self._counts.lock:

@@ -27,6 +27,8 @@ from quire.core.limits import MIB
 
 WIRE_VERSION = 1
 VERSION_HEADER = "x-quire-wire"
+CLIENT_HEADER = "x-quire-client"
+"""Random, the same with every call of a client: what it holds at the owner is its own."""
 TOKEN_HEADER = "authorization"
 TRACE_HEADER = "traceparent"
 """W3C's: the trace that the caller is in."""

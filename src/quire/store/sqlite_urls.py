@@ -23,6 +23,7 @@ from datetime import datetime
 from urllib.parse import parse_qsl, unquote
 
 from quire.core.errors import InvalidInput, QuireError, StoreLocked
+from quire.service.sockets import find_owner
 from quire.sqlite import memory
 from quire.sqlite.pep249.driver import Driver, LocalDriver
 from quire.sqlite.pep249.errors import error_of
@@ -142,13 +143,21 @@ def _beside_owner(wanted: DatabasePath, timeout: float) -> Driver:
 
 def through_server(wanted: DatabasePath, timeout: float) -> Driver:
     """The driver of a connection to the server that owns the store."""
-    raise StoreLocked(
-        "another process owns the store, and does not serve SQL",
-        hint="close it there, or add ?mode=ro to read what it has published",
-        path=wanted.root,
-        database=wanted.name,
-        timeout=timeout,
-    )
+    client = find_owner(wanted.root)
+    if client is None:
+        raise StoreLocked(
+            "another process owns the store, and does not serve it",
+            hint="run `quire serve` there, or add ?mode=ro to read what it has published",
+            path=wanted.root,
+            database=wanted.name,
+        )
+    try:
+        return client.sqlite_driver(
+            wanted.name, at=wanted.at, create=wanted.mode == "rwc", timeout=timeout, close=client.close
+        )
+    except BaseException:
+        client.close()
+        raise
 
 
 def _refuse(wanted: DatabasePath) -> None:

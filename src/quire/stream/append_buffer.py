@@ -17,6 +17,7 @@ import numpy as np
 from quire.core.barrier import Barrier
 from quire.core.errors import DiskFull, InvalidInput, OutOfRange, QuireError
 from quire.core.ids import U64_MAX
+from quire.core.recent_keys import RecentKeys, call_number
 from quire.core.settings import StreamSettings
 from quire.stream.group_commit import AppendRound
 from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, Body, body_of, body_of_arrow, parts
@@ -106,6 +107,8 @@ class Run(msgspec.Struct):
     """What it may take."""
     room: int = BLOCK_BYTES
     """What its block still takes, at 4 bytes a record on top: so it has no more than `BLOCK_RECORDS_MAX`."""
+    call: int = 0
+    """The idempotency key of the append, which is then alone in the run."""
 
     def bodies(self) -> list[Body]:
         """Those of its blocks."""
@@ -156,6 +159,7 @@ class Pending:
         next_record: int,
         asked: Callable[[], None],
         relieve: Callable[[AppendRound, int, int], None],
+        calls: RecentKeys | None = None,
     ) -> None:
         # constant after construction
         self._log = log
@@ -171,6 +175,7 @@ class Pending:
         # guarded by _lock
         self._lock = threading.Lock()
         self.next_record = next_record
+        self._calls = calls if calls is not None else RecentKeys()
         self._runs: list[Run] = []
         self._run: Run = FULL
         """The last one, if more records may join it."""
@@ -180,10 +185,13 @@ class Pending:
         self._untold = 0
         """Records that were refused without their appender knowing yet."""
 
-    def append(self, records: Records) -> Appended:
-        """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns."""
+    def append(self, records: Records, *, key: bytes = b"") -> Appended:
+        """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns.
+
+        With a `key` they are added once, however often the call is repeated.
+        """
         self.require_writable()
-        if type(records) is bytes and (size := len(records) + 4) <= self._small_max:
+        if type(records) is bytes and not key and (size := len(records) + 4) <= self._small_max:
             with self._lock:
                 run = self._run
                 if size <= run.room:
@@ -193,7 +201,9 @@ class Pending:
                     self.next_record = first + 1
                     return Appended(self._log, self._turn, first, 1)
             return self._append_first(records, size)
-        return self._append_many(many([bytes(records)] if isinstance(records, _BYTES) else records))
+        return self._append_many(
+            many([bytes(records)] if isinstance(records, _BYTES) else records), call_number(key) if key else 0
+        )
 
     def _append_first(self, record: bytes, size: int) -> Appended:
         """The same, if there was no run that it fits into."""
@@ -209,7 +219,7 @@ class Pending:
             self._relieve(turn, first, 1)
         return Appended(self._log, turn, first, 1)
 
-    def _append_many(self, given: Many) -> Appended:
+    def _append_many(self, given: Many, call: int) -> Appended:
         """The same, at leisure."""
         limit = self._record_bytes_max
         if given.size > limit and (largest := given.largest()) > limit:
@@ -217,8 +227,13 @@ class Pending:
             raise OutOfRange("a record exceeds the stream's size limit", hint=hint, bytes=largest, max=limit)
         count = given.records
         with self._lock:
+            if call and (done := self._calls.get(call)) is not None:
+                return Appended(self._log, self._turn, done, count)
             first = self._reserve(count)
-            if count and given.is_small:
+            if count and call:  # its blocks have the key, so they are its own
+                self._begin_run(Run(first, given.payloads, max(given.size, 1), -1, call))
+                self._calls.add(call, first)
+            elif count and given.is_small:
                 run = self._run
                 if given.size > run.room:
                     run = self._begin_run(Run(first, []))
@@ -269,6 +284,8 @@ class Pending:
             if turn is not self._turn or not self._runs or self._runs[0].first >= upto:
                 return 0  # refused, or written, since
             first = self._runs[0].first
+            for run in self._runs:
+                self._calls.discard(run.call)
             count, self.next_record = self.next_record - first, first
             self._runs, self._run, self._bytes = [], FULL, 0
             self._untold += count
@@ -276,6 +293,11 @@ class Pending:
             turn.why = why
             turn.refused_from = first  # last: whoever sees it finds the reason, and no id was given out again before
             return count
+
+    def newest_calls(self) -> tuple[tuple[int, int], ...]:
+        """Idempotency keys of the newest appends, with their first records."""
+        with self._lock:
+            return tuple(self._calls.newest())
 
     def end(self) -> tuple[int, AppendRound]:
         """The id behind everything that was appended, and the turn it is of."""

@@ -27,6 +27,7 @@ from quire.core.barrier import Barrier
 from quire.core.errors import DiskFull, QuireError, StorageFault, StoreClosed, StoreFenced, poisoned_by
 from quire.core.events import emit
 from quire.core.limits import KIB
+from quire.core.recent_keys import RecentKeys
 from quire.core.settings import StreamSettings
 from quire.core.waiting import Waiters
 from quire.durable.checksums import crc64
@@ -117,6 +118,7 @@ class HotLog:
         asked: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
         reserve: Callable[[], None] = lambda: None,
+        calls: RecentKeys | None = None,
     ) -> None:
         # constant after construction
         self._files = files
@@ -144,8 +146,15 @@ class HotLog:
         self.failure: QuireError | None = None
         self.barrier: Barrier | None = None
         """What whoever waits for records waits behind (A9)."""
-        pending = self._pending = Pending(self, settings, next_record=next_record, asked=asked, relieve=self._relieve)
+        pending = self._pending = Pending(
+            self, settings, next_record=next_record, asked=asked, relieve=self._relieve, calls=calls or RecentKeys()
+        )
         self.append, self.told = pending.append, pending.told
+
+    @property
+    def calls(self) -> tuple[tuple[int, int], ...]:
+        """Idempotency keys of the newest appends, with their first records: for when their segment is sealed."""
+        return self._pending.newest_calls()
 
     def refuse_by(self, require_writable: Callable[[], None]) -> None:
         """Have every append ask this first, which raises if the stream takes no writes."""
@@ -228,7 +237,7 @@ class HotLog:
         out, seed, last, crc = self._buffer(need), segment.header.crc64, len(bodies), segment.crc
         marks = []
         for number, body in enumerate(bodies, 1):
-            place = NextBlock(offset, first, stamp, durable)
+            place = NextBlock(offset, first, stamp, durable, run.call)
             here = out[offset - segment.offset :]
             crc = encode_into(here, seed, place, body, is_commit=number == last, running=crc)
             marks.append((first, offset))

@@ -75,7 +75,7 @@ def recover_stream(
     """Open what is there, or nothing yet."""
     clock.raise_to(log.index.last_ms)
     ledger = _believe(files, log, projection, state, clock, mode, reopen)
-    torn = sum(_settle(files, ledger, clock, segment) for segment in ledger.view if not segment.is_sealed)
+    torn = sum(_settle(files, ledger, clock, state, segment) for segment in ledger.view if not segment.is_sealed)
     _sweep(files, ledger, clock)
     ledger.fold_all()
     segments = ledger.view.segments
@@ -242,7 +242,7 @@ def _header(files: StreamFiles, segment_id: int) -> StreamSegmentHeader | None:
 
 
 # ── the open segment ──────────────────────────────────────────────────────────────────────────────────────────────────
-def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: StreamSegment) -> int:
+def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, state: StreamState, segment: StreamSegment) -> int:
     """Seal a segment that was open; how many bytes behind the cut were given up."""
     path, segment_id = files.segment(Tier.HOT, segment.segment_id), segment.segment_id
     try:
@@ -259,6 +259,7 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Str
     if (header.stream_id, header.segment_id, header.base_record) != (files.stream_id, segment_id, segment.base_record):
         raise Corruption("the file of the open segment belongs to another segment", hint=REPAIR, path=path)
     clock.raise_to(max(blocks.last_ms, header.created_at_ms))
+    state.remember_calls((*state.stored.calls, *blocks.calls.items()))  # before it is sealed, and not scanned again
     sealed = SealSegment(blocks.cut, crc64(memoryview(raw)[: blocks.cut]))
     if blocks.end_record == segment.base_record:
         gone = CustomEvent(Schema.SEGMENT_RETIRED)

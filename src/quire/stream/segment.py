@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAGIC = b"QSTREAM1"
-VERSION = 1
+VERSION = 2
+"""Version 1 had no keys."""
 
 HEADER = struct.Struct("<8sHHIQQQQQQ")
 """magic, version, reserved (0), reserved (0), stream_id, segment_id, base_record, created_at_ms, salt, crc64"""
 BLOCK = struct.Struct("<IIIIQQQQQQ")
-"""mark, flags, body_bytes, count, first_record, timestamp_ms, durable_upto, body_crc64, reserved (0), head_crc64"""
+"""mark, flags, body_bytes, count, first_record, timestamp_ms, durable_upto, body_crc64, call (0 for none), head_crc64"""
 
 CHECKED = struct.Struct("<IIIIQQQQQ")
 """A head without its own checksum."""
@@ -105,7 +106,7 @@ class StreamSegmentHeader:
         magic, version, zero, other, stream, segment, base, created, salt, crc = HEADER.unpack_from(raw)
         if magic != MAGIC or zero or other or crc != crc64(memoryview(raw)[:CHECKED_BYTES]):
             raise Corruption("this is not the header of a stream's segment", path=path)
-        if version != VERSION:
+        if not 1 <= version <= VERSION:
             raise FormatTooNew("this segment was written by a newer quire", hint="upgrade", version=version, path=path)
         return cls(stream, segment, base, created, salt, crc)
 
@@ -121,6 +122,8 @@ class RecordBlock(NamedTuple):
     timestamp_ms: int
     durable_upto: int
     body_crc64: int
+    call: int = 0
+    """The idempotency key of the append, if it has one: the whole append is blocks of its own."""
 
     @property
     def end(self) -> int:
@@ -145,6 +148,7 @@ class NextBlock(NamedTuple):
     first_record: int
     timestamp_ms: int
     durable_upto: int
+    call: int = 0
 
 
 FEW_OFFSETS = 64
@@ -210,7 +214,7 @@ def encode_into(out: memoryview, seed: int, place: NextBlock, body: Body, *, is_
     body_crc = crc64(out[BLOCK_HEAD_BYTES:at])
     flags = COMMIT if is_commit else 0
     checked = CHECKED.pack(
-        MARK, flags, size, count, place.first_record, place.timestamp_ms, place.durable_upto, body_crc, 0
+        MARK, flags, size, count, place.first_record, place.timestamp_ms, place.durable_upto, body_crc, place.call
     )
     out[:BLOCK_HEAD_BYTES] = head = checked + crc64(checked, seed ^ place.offset).to_bytes(8, "little")
     joined = crc64_joined(crc64(head, running), body_crc, size) if whole >= JOIN_BYTES else None
@@ -242,10 +246,10 @@ def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) ->
     start = offset if at is None else at
     if start + BLOCK_HEAD_BYTES > len(raw):
         return None
-    mark, flags, body_bytes, count, first, stamp, durable, body_crc, zero, crc = BLOCK.unpack_from(raw, start)
-    if mark != MARK or zero or crc64(memoryview(raw)[start : start + CHECKED_BYTES], seed ^ offset) != crc:
+    mark, flags, body_bytes, count, first, stamp, durable, body_crc, call, crc = BLOCK.unpack_from(raw, start)
+    if mark != MARK or crc64(memoryview(raw)[start : start + CHECKED_BYTES], seed ^ offset) != crc:
         return None
-    return RecordBlock(offset, flags, body_bytes, count, first, stamp, durable, body_crc)
+    return RecordBlock(offset, flags, body_bytes, count, first, stamp, durable, body_crc, call)
 
 
 def is_body_good(block: RecordBlock, body: Bytes) -> bool:
@@ -302,6 +306,11 @@ class Scan(msgspec.Struct, frozen=True):
     """The id behind the last record."""
     torn_bytes: int
     """Bytes behind the cut that look as if something was being written there."""
+
+    @property
+    def calls(self) -> dict[int, int]:
+        """The first record of each append that has an idempotency key, by that key."""
+        return {block.call: block.first_record for block in reversed(self.blocks) if block.call}
 
     @property
     def last_ms(self) -> int:

@@ -19,6 +19,7 @@ import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
+from quire.core.recent_keys import RecentKeys
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import MODE_FILE, STREAMS, check_name
@@ -69,6 +70,8 @@ class StoredState(msgspec.Struct, frozen=True):
     """Where the manifest log went on for owner epochs that took over."""
     log_segment: int = 0
     """The highest segment that the manifest log had opened when it was left: it is not asked while it is off."""
+    calls: tuple[tuple[int, int], ...] = ()
+    """Idempotency keys of the newest appends in sealed segments, with their first records; those of the open one are in it."""
     crc64: str = ""
     """Of the file with nothing in its place, in hex. Empty in memory, and in files from before."""
 
@@ -174,6 +177,13 @@ class StreamState:
                 begins = (*self.stored.begins, EpochBegin(epoch, chunk, snapshot))
                 self._save(msgspec.structs.replace(self.stored, begins=begins))
         return msgspec.structs.replace(objects, begins=self.stored.begins)
+
+    def remember_calls(self, calls: Iterable[tuple[int, int]]) -> None:
+        """Have the next opening know the idempotency keys of appends in segments that it will not scan."""
+        with self._lock:
+            newest = tuple(RecentKeys(calls).newest())
+            if newest != self.stored.calls:
+                self._save(msgspec.structs.replace(self.stored, calls=newest))
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def position(self, name: str) -> int:

@@ -30,6 +30,7 @@ from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
+from quire.core.recent_keys import RecentKeys
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
@@ -153,6 +154,7 @@ class Stream:
             asked=self._ask,
             check_owner=check_owner,
             reserve=self.ledger.reserve,
+            calls=RecentKeys(call for call in state.stored.calls if call[1] < recovered.next_record),
         )
         self.tiers = Tiers(files, self.ledger, self.hot, store, collect, settings, clock, recovered.dictionaries)
         self.upkeep = StreamMaintenance(self.tiers, self.ledger, state, settings, clock)
@@ -213,12 +215,13 @@ class Stream:
             raise
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def append(self, records: Records) -> Appended:
+    def append(self, records: Records, *, key: bytes = b"") -> Appended:
         """Add a record (`bytes`) or many (a sequence, an Arrow column), which are durable together or not at all.
 
         `.record` of what is returned is the id of the first one, now; `.result()` (or `await`) returns when they are durable.
+        A `key` of 16 random bytes makes the call safe to repeat: records whose key was appended lately are not appended again.
         """
-        return self.hot.append(records)
+        return self.hot.append(records, key=key)
 
     @changes
     def sync(self) -> int:
@@ -236,6 +239,8 @@ class Stream:
         """The hot log ends a segment and begins another: one commit of the manifest log."""
         steps: list[Any] = []
         if sealed is not None:
+            # It will not be scanned when the stream is opened again. What is pending is in no segment yet.
+            self._state.remember_calls(call for call in self.hot.calls if call[1] < sealed.end_record)
             steps.append((SealSegment(sealed.durable_bytes, sealed.crc64), sealed.segment_id, sealed.end_record))
         if opened is not None:
             steps.append((SegmentOpened(opened.base_record, self._epoch), opened.segment_id))

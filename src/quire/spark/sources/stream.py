@@ -109,7 +109,7 @@ class Records:
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> SharedStream:
         """Where records are; no more segments than one answer has room for."""
         request = OfStream(self.stream, start, stop, upload)
-        limits = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}
+        limits: dict[str, Any] = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}
         share: SharedStream = channel.ask(STREAM_SHARE, request, **limits)
         return share
 

@@ -113,7 +113,8 @@ class Cursor:
             for _ in cursor:
                 pass
             self.description = known.description
-            self.rowcount = many.changed if known.writes else -1
+            changed = getattr(cursor, "changed_by_many", many.changed)  # a wire has many of them in one call
+            self.rowcount = changed if known.writes else -1
         except Exception as error:
             if error is many.error:
                 self.rowcount = -1
@@ -308,7 +309,7 @@ class Cursor:
             self._cursor = self.connection._require().cursor()  # the old one, dropped here, ends its statement
         if isinstance(error, apsw.Error | QuireError):
             raise translated(error) from error
-        if (wanted := _as_sqlite3(error)) is error:
+        if (wanted := as_sqlite3(error)) is error:
             raise error
         raise wanted from error
 
@@ -336,7 +337,7 @@ class _Many:
             self.changed = changed
 
 
-def _as_sqlite3(error: Exception) -> Exception:
+def as_sqlite3(error: Exception) -> Exception:
     """What apsw reports of parameters and texts by Python's own exceptions, as sqlite3 does."""
     text = str(error)
     if isinstance(error, KeyError) and error.args:

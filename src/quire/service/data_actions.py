@@ -1,0 +1,151 @@
+"""The actions of records and of keys and values: what a client's `stream(name)` and `kv(name)` ask the owner for.
+
+Records and pairs travel in pages of about `PAGE_BYTES`, whatever a client wants to read: neither side holds more. Appends and
+writes carry an idempotency key that is written with the data (`core/recent_keys.py`); all others may be repeated.
+"""
+
+from __future__ import annotations
+
+from quire.core.limits import MIB
+from quire.lsm.kv import Stats
+from quire.service.tickets import Action, OfConsumer, Request, Role
+from quire.stream.spans import StreamRecord
+from quire.stream.state import Consumer, Retention
+from quire.stream.stream import StreamInfo
+
+PAGE_BYTES = MIB
+PAGE_ROWS = 16_384
+PAIR_BYTES = 64
+"""What a pair or a record counts at least: many small ones are memory, too."""
+
+
+class OfName(Request, frozen=True):
+    """A stream or a key-value set by its name."""
+
+    name: str
+
+
+class OfHolding(Request, frozen=True):
+    """Something that the client holds open at the owner."""
+
+    holding_id: str
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class AppendRecords(Request, frozen=True):
+    """Records that are durable together or not at all."""
+
+    name: str
+    records: list[bytes]
+
+
+class StreamMarks(Request, frozen=True):
+    """Where a stream begins and ends."""
+
+    first_record: int
+    end_record: int
+
+
+class ReadRecords(Request, frozen=True):
+    """Records of [start, stop), in pages; `None` is the first, and the end as it is now.
+
+    `wait_seconds`: if there is none yet, wait so long for one; then `stop` is wherever the stream ends.
+    """
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    wait_seconds: float = 0.0
+
+
+class RecordPage(Request, frozen=True):
+    """Some of the records that were asked for, and where to go on; at `stop` there are no more."""
+
+    records: list[StreamRecord]
+    next_record: int
+    stop: int
+
+
+class SeekRecord(Request, frozen=True):
+    name: str
+    timestamp_ms: int
+
+
+class Retain(Request, frozen=True):
+    name: str
+    retention: Retention | None = None
+
+
+# ── keys and values ───────────────────────────────────────────────────────────────────────────────────────────────────
+class GetValues(Request, frozen=True):
+    """Values of keys, now or in a snapshot that the client holds."""
+
+    name: str
+    keys: list[bytes]
+    snapshot: str = ""
+
+
+class WritePairs(Request, frozen=True):
+    """A batch; `None` deletes."""
+
+    name: str
+    pairs: dict[bytes, bytes | None]
+    sync: bool = True
+
+
+class ScanPairs(Request, frozen=True):
+    """Pairs of [low, high), from either end, in pages. Without a snapshot the owner takes one if one page is not enough."""
+
+    name: str
+    low: bytes
+    high: bytes | None = None
+    reverse: bool = False
+    snapshot: str = ""
+
+
+class PairPage(Request, frozen=True):
+    """Some of them. `snapshot` is what to ask for the rest with; empty if there is no more."""
+
+    keys: list[bytes]
+    values: list[bytes]
+    snapshot: str = ""
+
+
+class HeldSnapshot(Request, frozen=True):
+    """A snapshot that the client holds."""
+
+    snapshot: str
+    lsn: int
+
+
+def _read(name: str, request: type[Request], answer: object) -> Action:
+    return Action(name, request, answer, Role.READ)
+
+
+STREAM_TAIL = "stream.tail"
+
+DATA_ACTIONS = (
+    _read("holding.renew", OfHolding, None),
+    _read("holding.release", OfHolding, None),
+    Action("stream.append", AppendRecords, int, keyed=True),
+    _read("stream.marks", OfName, StreamMarks),
+    _read("stream.read", ReadRecords, RecordPage),
+    _read(STREAM_TAIL, ReadRecords, RecordPage),
+    _read("stream.seek", SeekRecord, int),
+    _read("stream.info", OfName, StreamInfo),
+    _read("stream.consumers", OfName, dict[str, Consumer]),
+    Action("stream.drop_consumer", OfConsumer, None),
+    Action("stream.sync", OfName, int),
+    Action("stream.seal", OfName, bool),
+    _read("stream.retention", OfName, Retention),
+    Action("stream.retain", Retain, None),
+    Action("stream.retire", OfName, int),
+    _read("kv.stats", OfName, Stats),
+    _read("kv.get", GetValues, list[bytes | None]),
+    Action("kv.write", WritePairs, int, keyed=True),
+    Action("kv.sync", OfName, None),
+    Action("kv.flush", OfName, None),
+    Action("kv.compact", OfName, None),
+    _read("kv.scan", ScanPairs, PairPage),
+    _read("kv.snapshot", OfName, HeldSnapshot),
+)

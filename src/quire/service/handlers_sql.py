@@ -1,0 +1,107 @@
+"""What the owner does for the actions of `sql_actions.py`: connections of SQLite's, held for clients.
+
+Rules
+  1. Through the Unix socket everything is allowed that a connection in this process may do. Over the network SQL passes the
+     policy of remote users (W5), and who may only read gets a connection that only reads.
+  2. A statement waits for its lock in the thread of its caller, and takes no place of other calls meanwhile (`server.py`): the
+     one who holds the lock always finds a thread for its COMMIT.
+  3. When a client's last connection ends, its SQL connections are closed at once: what was not committed is rolled back.
+
+Threads: any; one call is one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+
+from quire.core.errors import AccessDenied, InvalidInput
+from quire.service import sql_actions as s
+from quire.service.api import CallContext, StoreApi
+from quire.service.holdings import Holdings
+from quire.service.tickets import Role
+from quire.sqlite.remote_policy import restrict
+from quire.sqlite.served import ServedConnection, SqlAnswer
+
+SQL = "SQL connection"
+"""The kind of a holding."""
+TIMEOUT_SECONDS_MAX = 300.0
+
+
+class SqlHandlers:
+    """The SQL connections of one server."""
+
+    def __init__(self, store: StoreApi, holdings: Holdings) -> None:
+        self._store = store
+        self._holdings = holdings
+
+    def do_sql_open(self, request: s.OpenSql, call: CallContext) -> str:
+        may_write = call.role == Role.ADMIN.value
+        if request.create and not may_write:
+            raise AccessDenied("to create a database needs the admin token", hint="connect without create=True")
+        timeout = min(max(request.timeout, 0.0), TIMEOUT_SECONDS_MAX)
+        version = None if request.version is None else _version(*request.version)
+        connection = self._store.sqlite(request.name, at=version, create=request.create, timeout=timeout)
+        reads_only = version is None and (request.read_only or not may_write)
+        settings = self._store.settings.service
+        idle = settings.sql_transaction_seconds
+        if call.is_local:
+            if reads_only:
+                connection.pragma("query_only", True)
+            served = ServedConnection(connection, transaction_seconds=idle)
+        else:
+            policy = restrict(connection, self._store.manifest.clock)
+            policy.read_only = reads_only
+            deadline = partial(policy.deadline, settings.sql_statement_seconds)
+            served = ServedConnection(connection, transaction_seconds=idle, deadline=deadline)
+        return self._holdings.add(call.client, SQL, served)
+
+    @contextmanager
+    def _connection(self, connection: str, call: CallContext) -> Iterator[ServedConnection]:
+        with self._holdings.use(call.client, connection, SQL) as served:
+            yield served
+
+    def do_sql_prepare(self, request: s.PrepareSql, call: CallContext) -> SqlAnswer:
+        with self._connection(request.connection, call) as served:
+            return served.answered(request.number, partial(served.prepare, request.sql))
+
+    def do_sql_execute(self, request: s.ExecuteSql, call: CallContext) -> SqlAnswer:
+        with self._connection(request.connection, call) as served:
+            run = partial(served.execute, request.cursor, request.sql, request.values, request.begin, request.closed)
+            return served.answered(request.number, run)
+
+    def do_sql_fetch(self, request: s.FetchSql, call: CallContext) -> SqlAnswer:
+        with self._connection(request.connection, call) as served:
+            return served.answered(request.number, partial(served.fetch, request.cursor))
+
+    def do_sql_many(self, request: s.ManySql, call: CallContext) -> SqlAnswer:
+        with self._connection(request.connection, call) as served:
+            run = partial(served.many, request.sql, request.rows, request.begin, request.closed)
+            return served.answered(request.number, run)
+
+    def do_sql_script(self, request: s.ScriptSql, call: CallContext) -> SqlAnswer:
+        with self._connection(request.connection, call) as served:
+            return served.answered(request.number, partial(served.script, request.sql, request.closed))
+
+    def do_sql_interrupt(self, request: s.OfSql, call: CallContext) -> None:
+        served: ServedConnection | None = self._holdings.peek(call.client, request.connection, SQL)
+        if served is not None:
+            served.interrupt()
+
+
+def _version(kind: str, text: str) -> str | int | datetime:
+    """A version as `store.sqlite` takes it."""
+    try:
+        if kind == "at":
+            return text
+        if kind == "epoch":
+            return int(text)
+        if kind == "time":
+            return datetime.fromisoformat(text)
+    except ValueError:
+        pass
+    raise InvalidInput(
+        "there is no such way to name a version", hint="at, epoch or time", version=f"{kind} {text[:40]}"
+    )

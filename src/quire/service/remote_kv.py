@@ -1,0 +1,197 @@
+"""A key-value set of a store that another process owns: the API of `quire.lsm.kv.Kv`, over a channel.
+
+A write is sent until it is answered, with a key that is written with it: it happens once. A scan reads pages of one snapshot,
+which the owner holds for this client until the scan ends. Snapshots end with their client, with their server, or when they are
+closed; what is read of them afterwards is `LeaseExpired`, never another version.
+
+Threads: any; a scan belongs to one. Raises what a set in this process raises, and what the channel raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+from quire.core.errors import InvalidInput, LeaseExpired, QuireError, StoreClosed
+from quire.lsm.kv import Stats
+from quire.lsm.reading import KvIterator, KvRanges
+from quire.lsm.short_scan import Pair
+from quire.lsm.view import prefix_end
+from quire.lsm.wal import Buffer, as_bytes, checked_batch
+from quire.service import data_actions as d
+from quire.service.channel import Channel
+from quire.service.renewing import Renewing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+UPKEEP_SECONDS = 3_600.0
+"""A flush or a compaction takes as long as it takes."""
+
+
+class RemoteRanges(KvRanges):
+    """Ranges of a set, or of a snapshot of it, in pages."""
+
+    def __init__(self, channel: Channel, name: str, renewing: Renewing) -> None:
+        self._channel = channel
+        self._renewing = renewing
+        self.name = name
+        self._snapshot = ""
+
+    def _require(self) -> None:
+        """Raise if nothing can be read any more."""
+
+    def get(self, key: Buffer) -> bytes | None:
+        """The value of a key, `None` if there is none."""
+        return self.get_many((key,))[0]
+
+    def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
+        """The values of several keys as of one moment, in their order; `None` for a key that is not there."""
+        self._require()
+        wanted = [as_bytes(key) for key in keys]
+        return self._channel.call("kv.get", d.GetValues(self.name, wanted, self._snapshot)) if wanted else []
+
+    def _pages(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[d.PairPage]:
+        """The pages of a range as of one moment. Whatever the owner holds for it goes when they end, or are forgotten."""
+        self._require()
+        snapshot = own = self._snapshot
+        try:
+            while True:
+                page: d.PairPage = self._channel.call("kv.scan", d.ScanPairs(self.name, low, high, reverse, snapshot))
+                if page.snapshot and not snapshot:
+                    self._renewing.add(page.snapshot)
+                snapshot = page.snapshot or snapshot
+                yield page
+                if not page.snapshot:
+                    return
+                self._require()
+                low, high = (low, page.keys[-1]) if reverse else (page.keys[-1] + b"\0", high)
+        finally:
+            if snapshot and snapshot != own:
+                self._release(snapshot)
+
+    def _release(self, snapshot: str) -> None:
+        self._renewing.discard(snapshot)
+        with suppress(QuireError):  # an owner that cannot be told lets it run out
+            self._channel.call("holding.release", d.OfHolding(snapshot))
+
+    def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        """The keys and values of a range, as Arrow batches."""
+        import pyarrow as pa  # gets, puts and scans of pairs do without
+
+        from quire.lsm.merge import PAIR
+
+        for page in self._pages(low, high, reverse):
+            if page.keys:
+                columns = [pa.array(page.keys, pa.binary()), pa.array(page.values, pa.binary())]
+                yield pa.record_batch(columns, schema=PAIR)
+
+    def scan(
+        self,
+        *,
+        prefix: Buffer | None = None,
+        low: Buffer = b"",
+        high: Buffer | None = None,
+        reverse: bool = False,
+    ) -> Iterator[Pair]:
+        """The keys that begin with `prefix`, or those in [low, high), with their values, a pair at a time."""
+        if prefix is not None:
+            if low or high is not None:
+                raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave one of them out")
+            low = as_bytes(prefix)
+            high = prefix_end(low)
+        pages = self._pages(as_bytes(low), None if high is None else as_bytes(high), reverse)
+        return (pair for page in pages for pair in zip(page.keys, page.values))
+
+
+class RemoteKv(RemoteRanges):
+    """A key-value set. Made by `client.kv(name)`."""
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def put(self, key: Buffer, value: Buffer, *, sync: bool = True) -> None:
+        """Set the value of a key."""
+        if value is None:
+            raise InvalidInput("a value must be bytes, not None", hint="`delete` removes a key", key=key)
+        self.write({as_bytes(key): value}, sync=sync)
+
+    def delete(self, key: Buffer, *, sync: bool = True) -> None:
+        """Remove a key; one that is not there is fine."""
+        self.write({as_bytes(key): None}, sync=sync)
+
+    def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
+        """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch).
+
+        It happens once, however often its answer is lost. With a `key` of your own, 16 random bytes, you may repeat it, too.
+        """
+        items = checked_batch(batch)
+        if not items:
+            return 0
+        return self._channel.call("kv.write", d.WritePairs(self.name, dict(items), sync), key=key)
+
+    def sync(self) -> None:
+        """Have everything that was written durable."""
+        self._channel.call("kv.sync", d.OfName(self.name))
+
+    def flush(self) -> None:
+        """Have everything that was written in tables."""
+        self._upkeep("kv.flush")
+
+    def compact(self) -> None:
+        """Flush, and merge all tables into one level."""
+        self._upkeep("kv.compact")
+
+    def _upkeep(self, action: str) -> None:
+        self._channel.call(action, d.OfName(self.name), timeout=UPKEEP_SECONDS, attempt_seconds=UPKEEP_SECONDS)
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(self) -> RemoteKvSnapshot:
+        """The set as it is now, until the snapshot is closed or its client is gone."""
+        held: d.HeldSnapshot = self._channel.call("kv.snapshot", d.OfName(self.name))
+        return RemoteKvSnapshot(self._channel, self.name, self._renewing, held)
+
+    def iterator(self) -> KvIterator:
+        """A cursor over the set as it is now."""
+        return KvIterator(self.snapshot())
+
+    @property
+    def last_lsn(self) -> int:
+        """The lsn of the newest batch."""
+        return self.stats().last_lsn
+
+    def stats(self) -> Stats:
+        """What the set consists of, now."""
+        return self._channel.call("kv.stats", d.OfName(self.name))
+
+
+class RemoteKvSnapshot(RemoteRanges):
+    """A set as it was; made by `RemoteKv.snapshot`."""
+
+    def __init__(self, channel: Channel, name: str, renewing: Renewing, held: d.HeldSnapshot) -> None:
+        super().__init__(channel, name, renewing)
+        self.lsn = held.lsn
+        self._snapshot = held.snapshot
+        self._open = True
+        renewing.add(held.snapshot)
+
+    def _require(self) -> None:
+        if not self._open:
+            raise StoreClosed("the snapshot is closed", hint="take a new one")
+        if not self._renewing.holds(self._snapshot):
+            raise LeaseExpired("the snapshot ended: its owner has let it go", hint="take a new one")
+
+    def close(self) -> None:
+        """Let the versions go that only this snapshot needs. A second time: nothing."""
+        if self._open:
+            self._open = False
+            self._release(self._snapshot)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self._renewing.forget(self._snapshot)

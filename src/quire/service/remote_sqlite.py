@@ -1,0 +1,331 @@
+"""A SQL connection to a database of a store that another process owns: the driver below a connection of PEP 249 (W8).
+
+`quire.sqlite.dbapi.Connection` above it is the same class as in the owner's process, and so are its errors. One statement is
+one call, whose answer has the first rows and how the connection stands; BEGIN travels with the statement that needs it, and
+cursors that were closed with the next one.
+
+Rules
+  1. A call is sent until it is answered; the owner runs it once (`sqlite/served.py`).
+  2. A connection ends at its owner with its client or its server, and what was not committed is rolled back. The next statement
+     opens another one. A statement that was under way is run again only if that changes nothing: if it reads outside of a
+     transaction, or is the first of one. Else `OperationalError` says what is known; of a COMMIT nothing is, and it says so.
+  3. A statement may take as long as it takes; an owner that is gone has the channel's time to come back.
+
+Threads: one at a time, but for `interrupt`. Raises errors of PEP 249, with SQLite's codes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+from quire.core.errors import InvalidInput, LeaseExpired, QuireError
+from quire.service import sql_actions as s
+from quire.service.channel import Channel
+from quire.service.data_actions import OfHolding
+from quire.service.renewing import Renewing
+from quire.sqlite.pep249 import errors
+from quire.sqlite.pep249.adapters import adapt_parameter
+from quire.sqlite.pep249.driver import Columns, DriverCursor, Prepared
+from quire.sqlite.served import SqlAnswer, SqlError
+
+STATEMENT_SECONDS = 7 * 86_400.0
+MANY_ROWS = 1_024
+"""Parameters of `executemany` that travel in one call."""
+MANY_BYTES = 1 << 20
+_READING = ("select", "values", "explain", "pragma", "with")
+_EXACT = frozenset({int, float, str, bytes, type(None)})
+_BUILTIN: dict[str, type[Exception]] = {
+    "OverflowError": OverflowError,
+    "TypeError": TypeError,
+    "ValueError": ValueError,
+}
+
+
+class RemoteDriver:
+    """One connection. Made by `client.sqlite(name)`."""
+
+    def __init__(self, channel: Channel, renewing: Renewing, request: s.OpenSql, close: Callable[[], None]) -> None:
+        """`close` is called when the connection is closed."""
+        # what the classes above ask for
+        self.local: Any = None
+        self.cursor: Callable[[], DriverCursor] = self._new_cursor
+        self.get_autocommit: Callable[[], bool] = lambda: self._state.is_autocommit and not self._begin
+        self.changes: Callable[[], int] = lambda: self._state.changes
+        self.total_changes: Callable[[], int] = lambda: self._state.total_changes
+        self.last_insert_rowid: Callable[[], int] = lambda: self._state.last_rowid
+        self.interrupt: Callable[[], None] = self._interrupt
+        # constant after construction
+        self._channel = channel
+        self._renewing = renewing
+        self._request = request
+        self._close = close
+        # the connection's
+        self.number = 0
+        """Of the call that is under way."""
+        self.connection = ""
+        """Its id at the owner."""
+        self._cursors = 0
+        self._begin = ""
+        """A BEGIN that nobody has sent yet."""
+        self._closed: deque[int] = deque()
+        """Cursors that the owner may forget: filled by finalizers, which take no lock."""
+        self._state = SqlAnswer(True, 0, 0, 0)
+        self._open()
+
+    def _new_cursor(self) -> DriverCursor:
+        self._cursors += 1
+        return _RemoteCursor(self, self._cursors)
+
+    def _interrupt(self) -> None:
+        self._channel.call("sql.interrupt", s.OfSql(self.connection))
+
+    def examine(
+        self, cursor: DriverCursor, sql: str, bindings: Any, prepared: Callable[[Prepared], None], *, many: bool = False
+    ) -> None:
+        """Run a statement that is seen for the first time: what it is, then itself."""
+        if "\0" in sql:
+            raise errors.ProgrammingError("the query contains a null character")
+        answer = self.ask("sql.prepare", lambda: s.PrepareSql(self.connection, self.number, sql), is_safe=True)
+        prepared(Prepared(answer.text, answer.is_readonly, answer.columns or ()))
+        if many:
+            cursor.executemany(sql, bindings)
+        else:
+            cursor.execute(sql, bindings)
+
+    def script(self, sql: str) -> None:
+        """Run all statements. A BEGIN waits for the statement that it is for; a COMMIT of nothing need not be sent."""
+        if sql.startswith("BEGIN"):
+            self._begin = sql
+            return
+        if self._begin and sql in ("COMMIT", "ROLLBACK"):
+            self._begin = ""
+            return
+        closed = self.take_closed()
+        is_safe = sql == "ROLLBACK"
+        self.ask(
+            "sql.script", lambda: s.ScriptSql(self.connection, self.number, sql, closed), is_safe=is_safe, what=sql
+        )
+
+    def close(self) -> None:
+        """Give everything back; what is not committed is rolled back."""
+        self._renewing.discard(self.connection)
+        try:
+            if self.connection:
+                self._channel.call("holding.release", OfHolding(self.connection))
+        except QuireError:
+            pass  # an owner that cannot be told notices by itself
+        finally:
+            self.connection = ""
+            self._close()
+
+    # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def take_begin(self) -> str:
+        """The BEGIN that goes with the next statement."""
+        begin, self._begin = self._begin, ""
+        return begin
+
+    def take_closed(self) -> tuple[int, ...]:
+        """Cursors that the next call tells the owner to forget."""
+        closed: list[int] = []
+        while self._closed:
+            closed.append(self._closed.popleft())
+        return tuple(closed)
+
+    def forget(self, cursor_id: int) -> None:
+        """A cursor is no longer needed."""
+        self._closed.append(cursor_id)
+
+    def _open(self) -> None:
+        self.connection = self._channel.call("sql.open", self._request)
+        self._renewing.add(self.connection)
+        self._state = SqlAnswer(True, 0, 0, 0)
+
+    def ask(self, action: str, request: Callable[[], Any], *, is_safe: bool, what: str = "") -> SqlAnswer:
+        """The answer to a call; `is_safe`: it may be run again if the connection was lost, outside of a transaction."""
+        was_autocommit = self._state.is_autocommit
+        self.number += 1
+        try:
+            answer = self._answer(action, request)
+        except LeaseExpired as lost:
+            self._renewing.discard(self.connection)
+            self._open()
+            if not (is_safe and was_autocommit):
+                raise _lost(was_autocommit, what) from lost
+            answer = self._answer(action, request)
+        except BaseException:
+            self._leave()  # interrupted, or given up: nobody knows how it stands
+            raise
+        self._state = answer
+        if answer.error is not None:
+            raise _raised(answer.error)
+        return answer
+
+    def _answer(self, action: str, request: Callable[[], Any]) -> SqlAnswer:
+        return self._channel.call(action, request(), timeout=STATEMENT_SECONDS, attempt_seconds=STATEMENT_SECONDS)
+
+    def _leave(self) -> None:
+        """Have the next statement begin with another connection."""
+        left, self._state = self.connection, SqlAnswer(True, 0, 0, 0)
+        self._renewing.forget(left)
+        self.connection = "left"
+
+
+class _RemoteCursor:
+    """One statement at a time, and its rows, in bunches."""
+
+    __slots__ = ("_columns", "_driver", "_id", "_is_over", "_rows", "changed_by_many")
+
+    def __init__(self, driver: RemoteDriver, cursor_id: int) -> None:
+        self._driver = driver
+        self._id = cursor_id
+        self._rows: Iterator[tuple[Any, ...]] = iter(())
+        self._columns: Columns = ()
+        self._is_over = True
+        self.changed_by_many = 0
+
+    def execute(self, sql: str, bindings: Any, /) -> Any:
+        """Run a statement, up to its first rows."""
+        driver = self._driver
+        values, begin, closed = _values(bindings), driver.take_begin(), driver.take_closed()
+        is_safe = bool(begin) or sql.lstrip()[:7].lower().startswith(_READING)
+        self._rows, self._is_over = iter(()), True
+        answer = driver.ask(
+            "sql.execute",
+            lambda: s.ExecuteSql(driver.connection, driver.number, self._id, sql, values, begin, closed),
+            is_safe=is_safe,
+            what=sql,
+        )
+        self._rows, self._columns, self._is_over = iter(answer.rows), answer.columns or (), answer.is_over
+        return self
+
+    def executemany(self, sql: str, bindings: Iterable[Any], /) -> Any:
+        """Run it for each of these, some hundred in one call."""
+        driver = self._driver
+        self._rows, self._is_over, self.changed_by_many = iter(()), True, 0
+        source = iter(bindings)
+        while rows := _some(source):
+            begin, closed = driver.take_begin(), driver.take_closed()
+            answer = driver.ask(
+                "sql.many",
+                lambda: s.ManySql(driver.connection, driver.number, sql, rows, begin, closed),  # noqa: B023 - called here
+                is_safe=bool(begin),
+                what=sql,
+            )
+            self.changed_by_many += answer.changed
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        for row in self._rows:
+            return row
+        if self._is_over:
+            raise StopIteration
+        driver = self._driver
+        answer = driver.ask(
+            "sql.fetch", lambda: s.FetchSql(driver.connection, driver.number, self._id), is_safe=False, what="fetch"
+        )
+        self._rows, self._is_over = iter(answer.rows), answer.is_over
+        return next(self)
+
+    def fetchall(self) -> list[Any]:
+        """The rows that are left."""
+        return list(self)
+
+    def get_description(self) -> Any:
+        """Columns of the statement that is at a row."""
+        return self._columns
+
+    def close(self, _: bool, /) -> None:
+        """Have the owner end the statement, if it has not."""
+        self._rows = iter(())
+        if not self._is_over:
+            self._is_over = True
+            self._driver.forget(self._id)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_over", True):
+            self._driver.forget(self._id)
+
+
+# ── values and errors ─────────────────────────────────────────────────────────────────────────────────────────────────
+def _some(source: Iterator[Any]) -> list[s.Values]:
+    """The parameters of the next call of `executemany`."""
+    rows: list[s.Values] = []
+    size = 0
+    for bindings in islice(source, MANY_ROWS):
+        rows.append(values := _values(bindings))
+        items = values.values() if isinstance(values, dict) else values
+        size += sum(len(value) for value in items if isinstance(value, str | bytes)) + 16
+        if size >= MANY_BYTES:
+            break
+    return rows
+
+
+def _values(bindings: Any) -> s.Values:
+    """Parameters as they travel."""
+    if isinstance(bindings, Mapping):
+        return {str(name): _value(number, value) for number, (name, value) in enumerate(bindings.items(), 1)}
+    if not hasattr(bindings, "__len__") or not hasattr(bindings, "__getitem__"):
+        raise errors.ProgrammingError("parameters are of unsupported type")
+    return [_value(number, value) for number, value in enumerate(bindings, 1)]
+
+
+def _value(number: int, value: Any) -> Any:
+    """A value of SQLite's: what is none is adapted, as in this process."""
+    if type(value) not in _EXACT:
+        value = value if isinstance(value, int | float | str | bytes) else adapt_parameter(number, value)
+        for kind in (int, float, str):
+            if isinstance(value, kind):
+                value = kind(value)
+                break
+        else:
+            value = None if value is None else bytes(value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise OverflowError("Python int too large to convert to SQLite INTEGER")
+    return value
+
+
+def _raised(error: SqlError) -> Exception:
+    """The error that an answer tells of, of the class and with the code that it has at the owner."""
+    if error.code:
+        return errors.error_of(error.code, error.message)
+    kind = getattr(errors, error.kind, None) or _BUILTIN.get(error.kind, errors.OperationalError)
+    raised: Exception = kind(error.message)
+    return raised
+
+
+def _lost(was_autocommit: bool, what: str) -> errors.OperationalError:
+    """What is known of a call whose connection was lost (rule 2)."""
+    gone = "the connection to the store's owner was lost"
+    if what == "COMMIT":
+        return errors.OperationalError(f"{gone} during COMMIT: whether the transaction was committed is unknown")
+    if not was_autocommit:
+        return errors.OperationalError(f"{gone}: the transaction was rolled back; begin it again")
+    if what == "fetch":
+        return errors.OperationalError(f"{gone}: the rest of the rows must be asked for again")
+    return errors.OperationalError(f"{gone} while a statement ran: whether it was done is unknown")
+
+
+def version_of(at: Any) -> tuple[str, str] | None:
+    """A version as it travels: a snapshot's name, an lsn or `Epoch`, or a time.
+
+    >>> version_of("monday"), version_of(4711), version_of(None)
+    (('at', 'monday'), ('epoch', '4711'), None)
+    """
+    if at is None:
+        return None
+    if isinstance(at, str):
+        return "at", at
+    if isinstance(at, datetime):
+        return "time", at.isoformat()
+    lsn = getattr(at, "lsn", at)
+    if isinstance(lsn, bool) or not isinstance(lsn, int):
+        hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
+        raise InvalidInput("there is no such way to name a version", hint=hint, at=repr(at))
+    return "epoch", str(lsn)

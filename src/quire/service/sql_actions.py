@@ -1,0 +1,86 @@
+"""The actions of SQL connections: what a client's `sqlite(name)` asks the owner for (W8).
+
+A connection is held at the owner for its client (`holdings.py`). Its calls are numbered: one that is repeated is answered
+again, and not run again (`sqlite/served.py`), so that every action may be repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.service.tickets import Action, Request, Role
+from quire.sqlite.served import SqlAnswer
+
+Values = list[Any] | dict[str, Any]
+"""Parameters of a statement: by place, or by name."""
+
+
+class OpenSql(Request, frozen=True):
+    """A connection to a database. `version` is `["at", snapshot]`, `["epoch", lsn]` or `["time", ISO]`, or nothing."""
+
+    name: str
+    version: tuple[str, str] | None = None
+    create: bool = False
+    timeout: float = 5.0
+    """How long a statement waits for the lock."""
+    read_only: bool = False
+
+
+class PrepareSql(Request, frozen=True):
+    connection: str
+    number: int
+    sql: str
+
+
+class ExecuteSql(Request, frozen=True):
+    """`begin` is run before the statement, outside of a transaction; `closed` are cursors that are no longer needed."""
+
+    connection: str
+    number: int
+    cursor: int
+    sql: str
+    values: Values
+    begin: str = ""
+    closed: tuple[int, ...] = ()
+
+
+class FetchSql(Request, frozen=True):
+    connection: str
+    number: int
+    cursor: int
+
+
+class ManySql(Request, frozen=True):
+    connection: str
+    number: int
+    sql: str
+    rows: list[Values]
+    begin: str = ""
+    closed: tuple[int, ...] = ()
+
+
+class ScriptSql(Request, frozen=True):
+    connection: str
+    number: int
+    sql: str
+    closed: tuple[int, ...] = ()
+
+
+class OfSql(Request, frozen=True):
+    connection: str
+
+
+def _sql(name: str, request: type[Request], answer: object = SqlAnswer) -> Action:
+    """Who may only read gets a connection that only reads."""
+    return Action(name, request, answer, Role.READ)
+
+
+SQL_ACTIONS = (
+    _sql("sql.open", OpenSql, str),
+    _sql("sql.prepare", PrepareSql),
+    _sql("sql.execute", ExecuteSql),
+    _sql("sql.fetch", FetchSql),
+    _sql("sql.many", ManySql),
+    _sql("sql.script", ScriptSql),
+    _sql("sql.interrupt", OfSql, None),
+)

@@ -1,0 +1,345 @@
+"""A client's streams and key-value sets do what those of the store do: one behaviour, tried on both, over both carriers."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import quire
+from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, OutOfRange, UnknownCursor
+from quire.lsm.kv import Kv
+from quire.lsm.reading import KvSnapshot
+from quire.service import data_actions, holdings
+from quire.service.client import Client
+from quire.service.remote_kv import RemoteKv, RemoteKvSnapshot
+from quire.service.remote_stream import RemoteStream
+from quire.store.store import Store
+from quire.stream.state import Retention
+from quire.stream.stream import Stream
+from tests.service.world import losing_answers, served
+
+CARRIERS = ("local", "frames", "flight")
+
+
+@pytest.fixture(params=CARRIERS)
+def door(request: pytest.FixtureRequest, path: Path) -> Iterator[Store | Client]:
+    """What `stream` and `kv` are asked of: the store, or a client of it."""
+    if request.param == "local":
+        with quire.open(path) as store:
+            yield store
+        return
+    address = None if request.param == "frames" else "grpc://127.0.0.1:0"
+    token = str(path / "admin.token") if request.param == "flight" else ""
+    with served(path, address) as (_, server), quire.connect(server.address, token_file=token) as client:
+        yield client
+
+
+# ── the same methods ──────────────────────────────────────────────────────────────────────────────────────────────────
+OWNERS_STREAM = {
+    "abandon",
+    "compare",
+    "compress",
+    "evict",
+    "failure",
+    "figures",
+    "forked",
+    "hydrate",
+    "keep",
+    "mode",
+    "open",
+    "pin",
+    "store",
+    "switch",
+    "tick",
+    "upload",
+}
+"""Of files, tiers and the owner's own threads: `quire stream` has commands for them."""
+OWNERS_KV = {
+    "abandon",
+    "begin_load",
+    "end_load",
+    "ends",
+    "fail",
+    "fold",
+    "forked",
+    "install",
+    "loading",
+    "notify",
+    "open",
+    "require",
+    "require_open",
+    "close",
+}
+
+
+def methods(kind: type) -> dict[str, Any]:
+    return {name: member for name, member in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "left_out"),
+    [
+        (Stream, RemoteStream, OWNERS_STREAM),
+        (Kv, RemoteKv, OWNERS_KV),
+        (KvSnapshot, RemoteKvSnapshot, {"batches_then_close", "pairs_then_close"}),
+    ],
+)
+def test_a_client_has_the_methods_of_the_store_with_the_same_signatures(
+    local: type, remote: type, left_out: set[str]
+) -> None:
+    here, there = methods(local), methods(remote)
+    assert set(here) - set(there) == left_out, (
+        "a new method belongs to clients, too, or into the list of the owner's own"
+    )
+    for name in set(here) & set(there):
+        if isinstance(here[name], property):
+            assert isinstance(there[name], property), name
+        else:
+            parameters = inspect.signature(here[name]).parameters
+            assert list(inspect.signature(there[name]).parameters.values()) == list(parameters.values()), name
+
+
+# ── keys and values ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_values_are_read_as_they_were_written(door: Any) -> None:
+    kv = door.kv("k", create=True)
+    assert kv.get(b"a") is None
+    kv.put(b"a", b"1")
+    kv.put(bytearray(b"b"), memoryview(b"2"), sync=False)
+    lsn = kv.write({b"c": b"3", b"a": None})
+    assert (kv.get(b"a"), kv.get(b"b"), kv.get(bytearray(b"c"))) == (None, b"2", b"3")
+    assert kv.get_many([b"c", b"a", b"b", b"c"]) == [b"3", None, b"2", b"3"]
+    assert kv.get_many([]) == []
+    assert lsn == kv.last_lsn == kv.stats().last_lsn
+    assert kv.write({}) == 0
+    kv.delete(b"c")
+    kv.delete(b"nothing")
+    kv.sync()
+    kv.flush()
+    kv.compact()
+    assert list(kv.scan()) == [(b"b", b"2")]
+
+
+def test_scans_take_ranges_prefixes_and_both_directions(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_actions, "PAGE_ROWS", 7)
+    kv = door.kv("k", create=True)
+    pairs = [(b"%03d" % number, b"v%d" % number) for number in range(100)]
+    kv.write(dict(pairs))
+    assert list(kv.scan()) == pairs
+    assert list(kv.scan(reverse=True)) == pairs[::-1]
+    assert list(kv.scan(low=b"010", high=b"030")) == pairs[10:30]
+    assert list(kv.scan(low=b"010", high=b"030", reverse=True)) == pairs[10:30][::-1]
+    assert list(kv.scan(prefix=b"09")) == pairs[90:]
+    assert list(kv.scan(low=b"2", high=b"1")) == []
+    table = pa.Table.from_batches(kv.scan_batches(low=b"050"))
+    assert table.column_names == ["key", "value"]
+    assert list(zip(table["key"].to_pylist(), table["value"].to_pylist())) == pairs[50:]
+    with pytest.raises(InvalidInput, match="a prefix or a range"):
+        kv.scan(prefix=b"0", low=b"1")
+
+
+def test_a_scan_is_of_the_moment_it_began(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_actions, "PAGE_ROWS", 3)
+    kv = door.kv("k", create=True)
+    kv.write({b"%d" % number: b"old" for number in range(9)})
+    scan = kv.scan()
+    first = next(scan)
+    kv.write({b"%d" % number: b"new" for number in range(9)})
+    assert {first[1], *(value for _, value in scan)} == {b"old"}
+
+
+def test_a_snapshot_stays_as_it_was(door: Any) -> None:
+    kv = door.kv("k", create=True)
+    kv.put(b"a", b"1")
+    with kv.snapshot() as before:
+        kv.write({b"a": b"2", b"b": b"3"})
+        assert (before.get(b"a"), before.get(b"b"), list(before.scan())) == (b"1", None, [(b"a", b"1")])
+        assert before.get_many([b"b", b"a"]) == [None, b"1"]
+        assert before.lsn < kv.last_lsn
+    before.close()
+    with pytest.raises(quire.StoreClosed, match="snapshot is closed"):
+        before.get(b"a")
+    with kv.iterator() as cursor:
+        assert list(cursor.seek(b"b")) == [(b"b", b"3")]
+        assert next(cursor.seek_for_prev(b"az")) == (b"a", b"2")
+        assert next(cursor.seek_to_last()) == (b"b", b"3")
+        assert next(cursor.seek_to_first()) == (b"a", b"2")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("a", b"1", InvalidInput),
+        (b"a", "1", InvalidInput),
+        (b"a", None, InvalidInput),
+        (b"x" * 70_000, b"", OutOfRange),
+    ],
+)
+def test_what_is_no_key_or_value_is_refused(door: Any, key: Any, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        door.kv("k", create=True).put(key, value)
+
+
+def test_a_batch_with_a_key_is_written_once(door: Any) -> None:
+    kv, key = door.kv("k", create=True), bytes(range(16))
+    lsn = kv.write({b"a": b"1"}, key=key)
+    kv.put(b"a", b"2")
+    assert kv.write({b"a": b"1"}, key=key) == lsn
+    assert kv.get(b"a") == b"2", "the call that came again has changed nothing"
+    with pytest.raises(InvalidInput, match="16 bytes"):
+        kv.write({b"a": b"1"}, key=b"short")
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_records_are_read_as_they_were_appended(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_actions, "PAGE_ROWS", 4)
+    stream = door.stream("s", create=True)
+    one = stream.append(b"one")
+    assert (one.record, one.count, one.result()) == (1, 1, 1)
+    assert one.done
+    more = [stream.append(record) for record in ([b"two", b""], pa.array([b"four"]), bytearray(b"five"))]
+    assert [appended.result() for appended in more] == [2, 4, 5]
+    assert stream.append([b"%d" % number for number in range(10)]).result() == 6
+    assert (stream.first_record, stream.end_record, stream.info().records) == (1, 16, 15)
+    records = list(stream.read())
+    assert [record.id for record in records] == list(range(1, 16))
+    assert [record.payload for record in records[:5]] == [b"one", b"two", b"", b"four", b"five"]
+    assert [record.id for record in stream.read(3, 9)] == list(range(3, 9))
+    assert list(stream.read(16)) == list(stream.read(5, 2)) == []
+    table = pa.Table.from_batches(stream.read_batches(2))
+    assert table.column_names == ["id", "timestamp", "payload"]
+    assert table["id"].to_pylist() == list(range(2, 16))
+    assert stream.seek(records[0].timestamp_ms) == 1
+    assert stream.seek(records[-1].timestamp_ms + 1) == 16
+    with pytest.raises(OutOfRange, match="no such record yet"):
+        list(stream.read(17))
+
+
+def test_what_nobody_asks_for_is_appended_too(door: Any) -> None:
+    stream = door.stream("s", create=True)
+    for number in range(1_000):
+        stream.append(b"%d" % number)
+    assert stream.sync() == 1_001
+    assert [record.payload for record in stream.read()] == [b"%d" % number for number in range(1_000)]
+
+
+def test_a_tail_sees_what_comes_and_ends_when_nothing_does(door: Any) -> None:
+    stream = door.stream("s", create=True)
+    stream.append([b"a", b"b"]).result()
+    assert [record.payload for record in stream.tail(1, timeout=0.2)] == [b"a", b"b"]
+    tail = stream.tail(timeout=60)
+    seen: list[bytes] = []
+    reader = threading.Thread(target=lambda: seen.append(next(tail).payload))
+    reader.start()
+    for number in range(100):  # a tail begins with what comes after it was asked
+        stream.append(b"later %d" % number).result()
+        reader.join(0.05)
+        if seen:
+            break
+    reader.join(60)
+    assert seen[0].startswith(b"later")
+
+
+def test_consumers_keep_their_positions(door: Any) -> None:
+    stream = door.stream("s", create=True)
+    stream.append([b"a", b"b", b"c"]).result()
+    assert stream.register("app") == 1
+    stream.ack("app", 3)
+    assert (stream.position("app"), stream.register("app", 2)) == (3, 3)
+    assert stream.consumers["app"].position == 3
+    with pytest.raises(OutOfRange):
+        stream.ack("app", 9)
+    stream.drop_consumer("app")
+    with pytest.raises(UnknownCursor):
+        stream.position("app")
+
+
+def test_records_that_retention_took_are_lost_not_skipped(door: Any) -> None:
+    stream = door.stream("s", create=True)
+    stream.append([b"a", b"b"]).result()
+    assert stream.seal()
+    assert not stream.seal()
+    stream.retain(Retention(bytes=1))
+    assert stream.retention == Retention(bytes=1)
+    assert stream.retire() == 1
+    with pytest.raises(CursorLost):
+        next(stream.read(1))
+
+
+@pytest.mark.parametrize("records", ["text", [b"a", "b"], [1], None, pa.array([b"a", None])])
+def test_what_is_no_record_is_refused(door: Any, records: Any) -> None:
+    with pytest.raises(InvalidInput):
+        door.stream("s", create=True).append(records)
+
+
+def test_an_append_with_a_key_is_appended_once(door: Any) -> None:
+    stream, key = door.stream("s", create=True), bytes(range(16))
+    first = stream.append([b"a", b"b"], key=key).result()
+    assert stream.append(b"c").result() == 3
+    assert stream.append([b"a", b"b"], key=key).result() == first
+    assert [record.payload for record in stream.read()] == [b"a", b"b", b"c"]
+
+
+def test_a_name_of_another_kind_or_none_is_refused(door: Any) -> None:
+    door.stream("s", create=True)
+    with pytest.raises(quire.WrongKind):
+        door.kv("s", create=True)
+    for open_one in (door.kv, door.stream):
+        with pytest.raises(quire.UnknownDatabase):
+            open_one("nothing")
+
+
+# ── what only a client has ────────────────────────────────────────────────────────────────────────────────────────────
+def test_writes_whose_answers_are_lost_happen_once(client: Client) -> None:
+    kv, stream = client.kv("k", create=True), client.stream("s", create=True)
+    with losing_answers(3) as lost:
+        lsn = kv.write({b"a": b"1"})
+        assert stream.append([b"x", b"y"]).result() == 1
+    assert len(lost) == 3
+    assert kv.last_lsn == lsn
+    assert [record.payload for record in stream.read()] == [b"x", b"y"]
+
+
+def test_one_append_too_large_is_refused_and_the_others_are_not(client: Client, store: Store) -> None:
+    stream = client.stream("s", create=True)
+    limit = store.settings.stream.record_bytes_max
+    with stream._sending:  # so that all three travel together
+        first, large, last = stream.append(b"a"), stream.append(bytes(limit + 1)), stream.append(b"b")
+    assert (first.result(), last.result()) == (1, 2)
+    with pytest.raises(OutOfRange, match="size limit"):
+        large.result()
+    with pytest.raises(OutOfRange, match="too long for one call"):
+        stream.append(bytes(store.settings.service.body_bytes_max))
+
+
+def test_what_a_client_holds_is_its_own_and_ends_with_it(
+    server: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "GRACE_SECONDS", 0.0)
+    held = server._service.holdings
+    with quire.connect(server.address) as one, quire.connect(server.address) as other:
+        kv = one.kv("k", create=True)
+        kv.put(b"a", b"1")
+        snapshot = kv.snapshot()
+        stolen = RemoteKvSnapshot(
+            other._channel, "k", other._renewing, data_actions.HeldSnapshot(snapshot._snapshot, snapshot.lsn)
+        )
+        with pytest.raises(LeaseExpired):
+            stolen.get(b"a")
+        with pytest.raises(LeaseExpired):
+            list(stolen.scan())
+        assert snapshot.get(b"a") == b"1"
+        held.sweep()
+        assert len(held) == 1
+    for _ in range(1_000):
+        if not server._frames.connections:
+            break
+        threading.Event().wait(0.01)
+    held.sweep()
+    assert len(held) == 0
+    assert store.kv("k").snapshots.lsns() == ()
