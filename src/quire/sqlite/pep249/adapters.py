@@ -78,6 +78,19 @@ def adapt_parameter(number: int, value: Any) -> Any:
         raise ProgrammingError(f"Error binding parameter {number}: type '{name}' is not supported") from None
 
 
+def as_bindings(parameters: Any) -> Any:
+    """Parameters that are neither a tuple nor a dict, as apsw takes them: a tuple, so that no adapter changes it meanwhile."""
+    if isinstance(parameters, list):
+        return tuple(parameters)
+    if isinstance(parameters, dict):
+        return parameters
+    if isinstance(parameters, Mapping):
+        return dict(parameters)
+    if not hasattr(parameters, "__getitem__"):
+        raise ProgrammingError("parameters are of unsupported type")
+    return tuple(parameters[number] for number in range(len(parameters)))
+
+
 def adapt_all(parameters: Any) -> Any:
     """Parameters, of which some may have an adapter although they could be bound as they are."""
     if isinstance(parameters, Mapping):
@@ -108,8 +121,13 @@ def converter_of(name: str, declared: str | None, by_name: bool, by_type: bool) 
     return None
 
 
-def as_bytes(value: Any) -> bytes:
-    """A value as SQLite casts it to a blob, which is what converters are given."""
+def convert(converter: Converter, value: Any) -> Any:
+    """What a converter makes of a value. Of an empty blob, as of NULL, SQLite has no bytes to give it."""
+    return None if value is None or value == b"" else converter(_as_bytes(value))
+
+
+def _as_bytes(value: Any) -> bytes:
+    """A value as SQLite casts it to a blob."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, float):

@@ -32,8 +32,7 @@ class Blob:
         """Not by hand."""
         raise TypeError(f"cannot create '{cls.__module__}.{cls.__qualname__}' instances")
 
-    __contains__ = None  # `in` is refused, as sqlite3's
-    __iter__ = None
+    __iter__ = None  # so that `in` is refused, too, as sqlite3 does
 
     def read(self, length: int = -1, /) -> bytes:
         """So many bytes from here on, or all that are left."""
@@ -75,8 +74,7 @@ class Blob:
         self._connection._require()
         blob, self._blob = self._blob, None
         if blob is not None:
-            with TRANSLATED:
-                blob.close()
+            blob.close(True)  # an error of an earlier read or write has been raised already
 
     def __len__(self) -> int:
         return self._open().length()

@@ -113,7 +113,7 @@ class Connection:
         with TRANSLATED:
             cursor = factory(self)
         if factory is not Cursor:
-            if not isinstance(cursor, Cursor):
+            if not issubclass(type(cursor), Cursor):  # whatever its `__class__` says
                 raise TypeError(f"factory must return a cursor, not {type(cursor).__name__}")
             if self.row_factory is not None:
                 cursor.row_factory = self.row_factory
@@ -131,12 +131,15 @@ class Connection:
         """Commit, then run several statements."""
         return self.cursor().executescript(script)
 
-    def __call__(self, sql: str, /) -> PreparedStatement:
-        """A prepared statement."""
+    def __call__(self, *arguments: str) -> PreparedStatement:
+        """Prepare a statement, to find mistakes in it."""
+        self._require()
+        (sql,) = arguments
         if not isinstance(sql, str):
             raise TypeError(f"argument 1 must be str, not {type(sql).__name__}")
-        self._require()
         self._require_length(sql)
+        with TRANSLATED:
+            self._require().prepare(sql)
         return object.__new__(PreparedStatement)  # past its own refusal
 
     # ── transactions ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -469,9 +472,9 @@ def _level(level: str | None) -> str | None:
         raise TypeError(f"isolation_level must be str or None, not {type(level).__name__}")
     if "\0" in level:
         raise ValueError("embedded null character")
-    if level.upper() not in _LEVELS:
+    if str.upper(level) not in _LEVELS:
         raise ValueError("isolation_level string must be '', 'DEFERRED', 'IMMEDIATE', or 'EXCLUSIVE'")
-    return level.upper() if level else level
+    return str.upper(level)
 
 
 def _control(value: object) -> bool | int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 import apsw
 
 from quire.core.errors import QuireError
-from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bytes, converter_of, overrides
+from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bindings, convert, converter_of, overrides
 from quire.sqlite.pep249.driver import Columns, DriverCursor, Parameters, Prepared
 from quire.sqlite.pep249.errors import TRANSLATED, OperationalError, ProgrammingError, translated
 
@@ -43,6 +43,8 @@ _UNTYPED = (None,) * 6
 class Known:
     """What a connection knows of a statement by its text. Columns are looked at again whenever there is a row."""
 
+    sql: str
+    """The statement alone, without the comments behind it."""
     writes: bool
     columns: Columns = ()
     description: Any = None
@@ -81,17 +83,17 @@ class Cursor:
         assert driver is not None
         self._locked = True
         try:
+            if type(parameters) is not tuple and type(parameters) is not dict:
+                parameters = as_bindings(parameters)
             if overrides:
                 parameters = adapt_all(parameters)
-            elif type(parameters) is list:
-                parameters = tuple(parameters)  # an adapter might change the list while apsw walks through it
             known = connection._statements.get(sql)
             if known is None:
                 known = self._examine(cursor, sql, parameters)
             else:
                 if known.writes and connection._begin is not None and driver.get_autocommit():
                     driver.script(connection._begin)
-                cursor.execute(sql, parameters)
+                cursor.execute(known.sql, parameters)
             if known.columns:
                 self._take_first(cursor, known)
             elif known.writes:
@@ -154,10 +156,10 @@ class Cursor:
         if not isinstance(sql, str):
             raise TypeError(f"execute() argument 1 must be str, not {type(sql).__name__}")
         connection._require_length(sql)
-        known = Known(_keyword(sql).startswith(_WRITING))
+        known = Known(_first_statement(sql), _keyword(sql).startswith(_WRITING))
 
         def prepared(statement: Prepared) -> None:
-            if _keyword(sql[len(statement.text) :]):
+            if _keyword(known.sql[len(statement.text) :]):
                 raise ProgrammingError("You can only execute one statement at a time.")
             if many and statement.is_readonly:
                 raise ProgrammingError("executemany() can only execute DML statements.")
@@ -166,7 +168,7 @@ class Cursor:
             if known.writes and connection._begin is not None and driver.get_autocommit():
                 driver.script(connection._begin)
 
-        driver.examine(cursor, sql, parameters, prepared, many=many)
+        driver.examine(cursor, known.sql, parameters, prepared, many=many)
         connection._remember(sql, known)
         return known
 
@@ -174,12 +176,13 @@ class Cursor:
         """Fetch the first row, if there is one, and see what the columns are."""
         if known.writes:
             self.rowcount, self._writes = 0, True
+        self.description = known.description
         self._ahead = row = next(cursor, None)
         if row is None:
             self._end()
         elif (columns := cursor.get_description()) != known.columns:  # another schema than the last time
-            known.columns, known.description = columns, self._described(columns)
-        self.description = known.description
+            known.columns, self.description = columns, self._described(columns)
+            known.description = self.description
         if self.connection._detect_types:
             self._find_converters(known.columns)
 
@@ -251,9 +254,7 @@ class Cursor:
         self._locked = True
         try:
             return tuple(
-                value
-                if value is None
-                else converter(as_bytes(value))
+                convert(converter, value)
                 if converter is not None
                 else text(value.encode())
                 if text is not str and isinstance(value, str)
@@ -305,6 +306,10 @@ class Cursor:
     def _fail(self, error: Exception) -> Never:
         """Raise what sqlite3 would, and leave a cursor that can be used again."""
         cursor, self._ahead, self.rowcount, self._writes = self._cursor, None, -1, False
+        if isinstance(error, UnicodeDecodeError):
+            names = "' or '".join(column[0] for column in self.description or ())
+            text = bytes(error.object).decode(errors="replace")
+            raise OperationalError(f"Could not decode to UTF-8 column '{names}' with text '{text}'") from error
         if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
             self._cursor = self.connection._require().cursor()  # the old one, dropped here, ends its statement
         if isinstance(error, apsw.Error | QuireError):
@@ -328,7 +333,9 @@ class _Many:
         changes, changed = self._changes, 0
         try:
             for row in self._rows:
-                yield adapt_all(row) if overrides else tuple(row) if type(row) is list else row
+                if type(row) is not tuple and type(row) is not dict:
+                    row = as_bindings(row)
+                yield adapt_all(row) if overrides else row
                 changed += changes()
         except BaseException as error:
             self.error = error
@@ -346,10 +353,21 @@ def as_sqlite3(error: Exception) -> Exception:
         return ProgrammingError("parameters are of unsupported type")
     if isinstance(error, ValueError) and text == "null character in query":
         return ProgrammingError("the query contains a null character")
-    if isinstance(error, UnicodeDecodeError):
-        shown = bytes(error.object).decode(errors="replace")
-        return OperationalError(f"Could not decode to UTF-8 column with text '{shown}'")
+    if isinstance(error, OverflowError) and text == "int too big to convert":
+        return OverflowError("Python int too large to convert to SQLite INTEGER")
     return error
+
+
+def _first_statement(sql: str) -> str:
+    """Without comments behind it: to apsw they are another statement. If there is one, all of the text.
+
+    >>> _first_statement("select ';' /* one; */; -- two; three"), _first_statement("select 1; select 2")
+    ("select ';' /* one; */;", 'select 1; select 2')
+    """
+    end = sql.find(";")
+    while end >= 0 and not apsw.complete(sql[: end + 1]):
+        end = sql.find(";", end + 1)
+    return sql if end < 0 or _keyword(sql[end + 1 :]) else sql[: end + 1]
 
 
 def _keyword(statement: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,6 +86,9 @@ class Driver(Protocol):
         """`execute` or `executemany` of a statement that is seen for the first time: `prepared` is called between preparing
         and running it, and may raise, or begin a transaction."""
 
+    def prepare(self, sql: str) -> None:
+        """Find mistakes in a statement."""
+
     def script(self, sql: str) -> None:
         """Run all statements, and drop their rows."""
 
@@ -112,22 +116,31 @@ class LocalDriver:
     def examine(
         self, cursor: DriverCursor, sql: str, bindings: Any, prepared: Callable[[Prepared], None], *, many: bool = False
     ) -> None:
-        """apsw calls its tracer when a statement is prepared and bound, and before it runs."""
-        assert isinstance(cursor, apsw.Cursor)
+        """apsw calls its tracer when a statement is prepared and bound, and before it runs: the connection's, because a cursor
+        whose own was taken away ignores the connection's from then on."""
+        connection = self._connection
+        tracer = None if self._trace is None else self._traced
 
         def traced(ready: apsw.Cursor, text: str, _: Any) -> bool:
-            ready.exec_trace = None  # once: not for the next parameters, nor for a comment behind the statement
+            connection.exec_trace = tracer  # once: not for what `prepared` runs, nor for the next parameters
             prepared(Prepared(text, ready.is_readonly, ready.get_description()))
             return self._traced(ready, text, _)
 
-        cursor.exec_trace = traced
+        connection.exec_trace = traced
         try:
             if many:
                 cursor.executemany(sql, bindings)
             else:
                 cursor.execute(sql, bindings)
         finally:
-            cursor.exec_trace = None
+            connection.exec_trace = tracer
+
+    def prepare(self, sql: str) -> None:
+        """Find mistakes in a statement. What is wrong with its parameters, which nobody has given yet, is no mistake."""
+        cursor = self._connection.cursor()
+        cursor.exec_trace = lambda *_: False
+        with suppress(apsw.ExecTraceAbort, apsw.BindingsError):
+            cursor.execute(sql)
 
     def set_trace(self, trace: Trace | None) -> None:
         """Have each statement reported, with its parameters in it, before it runs."""
