@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -25,6 +26,7 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.ids import Epoch
+from quire.core.settings import PagesSettings, StoreSettings
 from quire.sqlite.connect import SqliteDatabases
 from quire.sqlite.databases import ReadPin
 from quire.store.store import Store
@@ -193,10 +195,29 @@ def test_attach_a_database_an_earlier_version_and_a_file(
     assert [count(shop, table) for table in ("o.u", "f.v")] == [5, 0]
 
 
-def test_attach_what_is_not_there(shop: apsw.Connection) -> None:
-    with pytest.raises(apsw.CantOpenError, match="no database has this name") as caught:
-        shop.execute("attach 'nosuch' as n")
-    assert isinstance(caught.value.__cause__, UnknownDatabase)
+def test_attach_creates_a_database_as_sqlite_creates_a_file(store: Store, shop: apsw.Connection) -> None:
+    shop.execute("attach 'archive' as a; create table a.t(x); insert into a.t values (1)")
+    with contextlib.closing(store.sqlite("archive")) as archive:
+        assert count(archive, "t") == 1
+    with pytest.raises(apsw.CantOpenError):
+        shop.execute("attach 'file:nosuch?mode=rw' as n")
+    with pytest.raises(UnknownDatabase):
+        store.sqlite("nosuch")
+    assert "nosuch" not in [info.name for info in store.databases()]
+
+
+def test_a_setting_refuses_to_attach_what_is_not_there(tmp_path: Path) -> None:
+    settings = StoreSettings(pages=PagesSettings(attach_creates=False))
+    with quire.open(tmp_path / "strict", settings=settings) as store:
+        with contextlib.closing(store.sqlite("shop", create=True)) as shop:
+            with pytest.raises(apsw.CantOpenError, match="no database has this name") as caught:
+                shop.execute("attach 'nosuch' as n")
+            assert isinstance(caught.value.__cause__, UnknownDatabase)
+            shop.execute("create table t(x); vacuum into 'copy'")
+        assert sorted(info.name for info in store.databases()) == ["copy", "shop"]
+
+
+def test_attach_a_version_that_is_not_there(shop: apsw.Connection) -> None:
     for uri in ("file:shop?at=nosuch", "file:shop?epoch=x", "file:shop?time=x", "file:shop?at=a&epoch=1"):
         with pytest.raises(apsw.CantOpenError):
             shop.execute("attach ? as n", (uri,))

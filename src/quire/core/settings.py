@@ -144,6 +144,8 @@ class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What cold scans may read, over all of them; 0 for no limit."""
     long_reader_seconds: float = 300.0
     """A snapshot that is open for longer is reported once: it keeps WAL from being given back."""
+    attach_creates: bool = True
+    """Whether SQL's ATTACH creates a database that does not exist, as SQLite creates a file."""
 
     def __post_init__(self) -> None:
         _require(self.cache_bytes >= 0, "pages.cache_bytes must not be negative")

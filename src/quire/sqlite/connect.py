@@ -73,13 +73,20 @@ class SqliteDatabases:
     """The SQLite front end of one opened store."""
 
     def __init__(
-        self, *, manifest: ManifestStore, engine: PageEngine, page_size: int = SQLITE_PAGE_SIZE, read_only: bool = False
+        self,
+        *,
+        manifest: ManifestStore,
+        engine: PageEngine,
+        page_size: int = SQLITE_PAGE_SIZE,
+        read_only: bool = False,
+        attach_creates: bool = True,
     ) -> None:
         # constant after construction
         self._manifest = manifest
         self._engine = engine
         self._page_size = page_size
         self._read_only = read_only
+        self._attach_creates = attach_creates
         self._pid = os.getpid()
         self._vfs = QuireVfs("quire", self._open_file)
         self._stopping = threading.Event()
@@ -140,14 +147,18 @@ class SqliteDatabases:
 
     def _open(self, name: str, parameters: Mapping[str, str], timeout: float, *, read_only: bool = False) -> Connection:
         uri = f"file:{quote(name, safe='')}" + (f"?{urlencode(parameters, quote_via=quote)}" if parameters else "")
-        access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
-        self._opened.file = None
+        # ATTACH opens with its connection's flags: where those may create, it makes a database as it would make a file.
+        writing = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if self._attach_creates else 0)
+        access = apsw.SQLITE_OPEN_READONLY if read_only else writing
+        self._opened.file, self._opened.main = None, True
         try:
             connection = apsw.Connection(uri, flags=access | apsw.SQLITE_OPEN_URI, vfs=self._vfs.name)
         except apsw.CantOpenError as error:
             if isinstance(error.__cause__, QuireError):
                 raise error.__cause__ from None  # whoever calls us knows our errors
             raise
+        finally:
+            self._opened.main = False
         if self._opened.file is not None and (file := self._opened.file()) is not None:
             file.connection = weakref.ref(connection)
             _live_files[connection] = file
@@ -180,12 +191,13 @@ class SqliteDatabases:
 
     # ── what SQLite opens ─────────────────────────────────────────────────────────────────────────────────────────────
     def _open_file(self, name: str, parameters: Mapping[str, str], create: bool) -> tuple[VfsFile, bool]:
-        """The opener of the VFS: for our own connections, for ATTACH, and for VACUUM INTO, which alone may create."""
+        """The opener of the VFS: for our own connections, and for ATTACH and VACUUM INTO, which alone may create."""
         self._check()
         if _ask(parameters):
             return self._kept(ReadOnlyFile.fixed(self._version(self._find(name), parameters))), True
         if self._read_only:
             return self._kept(self._published(self._find(name))), True
+        create = create and not getattr(self._opened, "main", False)
         database = self._database(self._made(name) if create else self._find(name))
         file = LiveFile(database, self._vfs)
         self._opened.file = weakref.ref(file)

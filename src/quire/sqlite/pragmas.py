@@ -48,6 +48,9 @@ EXCLUSIVE = (
     "a database of a store is never locked for one connection; one writes at a time, and its process owns the store"
 )
 
+ANSWERED = frozenset({"journal_mode", "locking_mode", "mmap_size", EPOCH})
+"""Pragmas that are answered here, and not by SQLite."""
+
 OFF, NORMAL, FULL, EXTRA = range(4)
 LEVELS = {"off": OFF, "no": OFF, "false": OFF, "full": FULL, "extra": EXTRA}
 """Of `PRAGMA synchronous`. From FULL on a commit waits for the disk (Q2)."""

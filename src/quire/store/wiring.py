@@ -208,6 +208,7 @@ class Wiring:
                 engine=self.pages,
                 page_size=self._settings.pages.page_size,
                 read_only=self._manifest.read_only,
+                attach_creates=self._settings.pages.attach_creates,
             ),
         )
 

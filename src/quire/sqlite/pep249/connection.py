@@ -110,8 +110,7 @@ class Connection:
     def cursor(self, factory: Callable[[Connection], Any] = Cursor) -> Any:
         """A new cursor."""
         self._require()
-        with TRANSLATED:
-            cursor = factory(self)
+        cursor = factory(self)
         if factory is not Cursor:
             if not issubclass(type(cursor), Cursor):  # whatever its `__class__` says
                 raise TypeError(f"factory must return a cursor, not {type(cursor).__name__}")
@@ -121,7 +120,8 @@ class Connection:
 
     def execute(self, sql: str, parameters: Parameters = (), /) -> Any:
         """Run a statement on a new cursor."""
-        return self.cursor().execute(sql, parameters)
+        cursor = Cursor(self) if type(self).cursor is Connection.cursor else self.cursor()
+        return cursor.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Any:
         """Run a statement for each of these on a new cursor."""

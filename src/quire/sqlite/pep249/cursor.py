@@ -24,6 +24,7 @@ from quire.core.errors import QuireError
 from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bindings, convert, converter_of, overrides
 from quire.sqlite.pep249.driver import Columns, DriverCursor, Parameters, Prepared
 from quire.sqlite.pep249.errors import TRANSLATED, OperationalError, ProgrammingError, translated
+from quire.sqlite.pragmas import ANSWERED
 
 if TYPE_CHECKING:
     from quire.sqlite.pep249.connection import Connection
@@ -35,6 +36,7 @@ _WRITING = ("insert", "update", "delete", "replace")
 """What a transaction begins before, as in sqlite3: what begins otherwise (`with … insert`, say) is a transaction of its own."""
 _BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
 """White space and comments. A comment that nothing ends goes to the end."""
+_PRAGMA = re.compile(_BLANK.pattern + r"pragma\s+(?:[^\s.=(;]+\.)?(\w+)", re.DOTALL | re.IGNORECASE)
 _UNTYPED = (None,) * 6
 """Of a column in `description`: only its name is told, as in sqlite3."""
 
@@ -53,34 +55,41 @@ class Known:
 class Cursor:
     """See PEP 249. Made by `Connection.cursor`."""
 
+    # Of a new cursor. On the class, because making one is a good part of what a small statement costs.
+    arraysize = 1
+    rowcount = -1
+    lastrowid: int | None = None
+    description: Description | None = None
+    _cursor: DriverCursor | None = None
+    _ahead: Any = None
+    _writes = False
+    _converters: list[Converter | None] | None = None
     _ready = False
     _locked = False
 
     def __init__(self, connection: Connection, /) -> None:
         """A cursor of a connection."""
-        if not hasattr(connection, "_require"):
-            raise TypeError(f"Cursor() argument 1 must be a Connection, not {type(connection).__name__}")
         if self._locked:
             raise ProgrammingError("Recursive use of cursors not allowed.")
-        self._cursor: DriverCursor | None = connection._require().cursor()
+        try:
+            require = connection._require
+        except AttributeError:
+            raise TypeError(f"Cursor() argument 1 must be a Connection, not {type(connection).__name__}") from None
+        self._cursor = require().cursor()
         self.connection = connection
-        self.arraysize = 1
-        self.rowcount = -1
-        self.lastrowid: int | None = None
-        self.description: Description | None = None
         self.row_factory: Callable[[Any, tuple[Any, ...]], Any] | None = connection.row_factory
-        self._ahead: Any = None
-        self._writes = False
-        self._converters: list[Converter | None] | None = None
         self._ready = True
 
     # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def execute(self, sql: str, parameters: Parameters = (), /) -> Self:
         """Run one statement, up to its first row."""
-        cursor = self._begin()
+        cursor = self._cursor
+        if cursor is None or self._locked:
+            self._refuse()
         connection = self.connection
-        driver = connection._driver
-        assert driver is not None
+        driver = connection._require()
+        if self.rowcount != -1 or self.description is not None:
+            self._forget()
         self._locked = True
         try:
             if type(parameters) is not tuple and type(parameters) is not dict:
@@ -95,7 +104,16 @@ class Cursor:
                     driver.script(connection._begin)
                 cursor.execute(known.sql, parameters)
             if known.columns:
-                self._take_first(cursor, known)
+                self.description = known.description
+                if known.writes:
+                    self.rowcount, self._writes = 0, True
+                self._ahead = next(cursor, None)
+                if self._ahead is None:
+                    self._end()
+                elif cursor.get_description() != known.columns:
+                    self._describe_anew(cursor, known)
+                if connection._detect_types:
+                    self._find_converters(known.columns)
             elif known.writes:
                 self.rowcount = driver.changes()
             self.lastrowid = driver.last_insert_rowid()
@@ -145,9 +163,12 @@ class Cursor:
     def _begin(self) -> DriverCursor:
         """Forget the statement before."""
         cursor = self._open()
+        self._forget()
+        return cursor
+
+    def _forget(self) -> None:
         self._ahead = self.description = self._converters = None
         self._writes, self.rowcount = False, -1
-        return cursor
 
     def _examine(self, cursor: DriverCursor, sql: str, parameters: Any, *, many: bool = False) -> Known:
         """Run a statement whose text is new to the connection."""
@@ -163,7 +184,8 @@ class Cursor:
                 raise ProgrammingError("You can only execute one statement at a time.")
             if many and statement.is_readonly:
                 raise ProgrammingError("executemany() can only execute DML statements.")
-            known.columns, known.description = statement.columns, self._described(statement.columns)
+            known.columns = _named_as_sqlite_does(statement)
+            known.description = self._described(known.columns)
             # After it was prepared, so that a mistake in SQL leaves no transaction behind.
             if known.writes and connection._begin is not None and driver.get_autocommit():
                 driver.script(connection._begin)
@@ -172,19 +194,10 @@ class Cursor:
         connection._remember(sql, known)
         return known
 
-    def _take_first(self, cursor: DriverCursor, known: Known) -> None:
-        """Fetch the first row, if there is one, and see what the columns are."""
-        if known.writes:
-            self.rowcount, self._writes = 0, True
-        self.description = known.description
-        self._ahead = row = next(cursor, None)
-        if row is None:
-            self._end()
-        elif (columns := cursor.get_description()) != known.columns:  # another schema than the last time
-            known.columns, self.description = columns, self._described(columns)
-            known.description = self.description
-        if self.connection._detect_types:
-            self._find_converters(known.columns)
+    def _describe_anew(self, cursor: DriverCursor, known: Known) -> None:
+        """The schema is another one than the last time."""
+        known.columns = _named_as_sqlite_does(Prepared(known.sql, True, cursor.get_description()))
+        known.description = self.description = self._described(known.columns)
 
     def _described(self, columns: Columns) -> Description | None:
         cut = self.connection._detect_types & PARSE_COLNAMES
@@ -199,7 +212,10 @@ class Cursor:
     # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def fetchone(self) -> Any:
         """The next row, if there is one."""
-        cursor, row = self._open(), self._ahead
+        cursor, row = self._cursor, self._ahead
+        if cursor is None or self._locked:
+            self._refuse()
+        self.connection._require()
         if row is None:
             return None
         if self._converters is not None or self.connection._text_factory is not str:
@@ -208,9 +224,10 @@ class Cursor:
             self._ahead = next(cursor, None)
         except Exception as error:
             self._fail(error)
-        if self._ahead is None:
+        if self._writes and self._ahead is None:
             self._end()
-        return row if self.row_factory is None else self.row_factory(self, row)
+        factory = self.row_factory
+        return row if factory is None else factory(self, row)
 
     def __next__(self) -> Any:
         if self._ahead is None:
@@ -269,8 +286,22 @@ class Cursor:
         if self._writes:
             self.rowcount, self._writes = self.connection._require().changes(), False
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """The rows that are left. A generator takes half the time of `__next__`; it looks at the same row ahead, so both may
+        be mixed."""
+        cursor = self._open()
+        connection = self.connection
+        while (row := self._ahead) is not None:
+            if self.row_factory is not None or self._converters is not None or connection._text_factory is not str:
+                yield self.fetchone()
+                continue
+            try:
+                self._ahead = next(cursor, None)
+            except Exception as error:
+                self._fail(error)
+            if self._writes and self._ahead is None:
+                self._end()
+            yield row
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
@@ -293,15 +324,19 @@ class Cursor:
 
     def _open(self) -> DriverCursor:
         """What is below, if this may be used now and here."""
+        cursor = self._cursor
+        if cursor is None or self._locked:
+            self._refuse()
+        self.connection._require()
+        return cursor
+
+    def _refuse(self) -> Never:
         if not self._ready:
             raise ProgrammingError("Base Cursor.__init__ not called.")
-        cursor = self._cursor
         self.connection._require()
-        if cursor is None:
-            raise ProgrammingError("Cannot operate on a closed cursor.")
         if self._locked:
             raise ProgrammingError("Recursive use of cursors not allowed.")
-        return cursor
+        raise ProgrammingError("Cannot operate on a closed cursor.")
 
     def _fail(self, error: Exception) -> Never:
         """Raise what sqlite3 would, and leave a cursor that can be used again."""
@@ -356,6 +391,15 @@ def as_sqlite3(error: Exception) -> Exception:
     if isinstance(error, OverflowError) and text == "int too big to convert":
         return OverflowError("Python int too large to convert to SQLite INTEGER")
     return error
+
+
+def _named_as_sqlite_does(statement: Prepared) -> Columns:
+    """The columns of a statement. Where the store answers a pragma in SQLite's place, SQLite calls the column as its value:
+    here it has the pragma's name, as on a file."""
+    if len(statement.columns) == 1 and (pragma := _PRAGMA.match(statement.text)) is not None:
+        name = pragma[1].lower()
+        return ((name, None),) if name in ANSWERED else statement.columns
+    return statement.columns
 
 
 def _first_statement(sql: str) -> str:
