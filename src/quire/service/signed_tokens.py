@@ -23,6 +23,7 @@ import binascii
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -97,6 +98,8 @@ class Verifier:
             claims = msgspec.convert(payload, Claims)
         except msgspec.ValidationError:
             raise _wrong() from None
+        if not all(isfinite(moment) for moment in (claims.exp, claims.nbf) if moment is not None):
+            raise _wrong()
         now_ms = self.clock.now_ms()
         if claims.nbf is not None and now_ms < claims.nbf * 1000:
             raise Unauthenticated("the token is not valid yet", hint="compare the clocks of both machines")

@@ -30,9 +30,6 @@ IDLE_SECONDS = 10.0
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 30.0
 TAGS = {"reader": "http file"}
-WARM_BYTES = 1 << 20
-"""Parts up to this size are read through the caches: a program reads its index pages again and again."""
-
 Key = tuple[int, str, int]
 """(database, what of it, its number): two databases that had one name after another are not taken for each other."""
 
@@ -111,8 +108,9 @@ class OpenVersions:
             version.users -= 1
             version.used_at = self._clock.monotonic()
 
-    def read(self, version: OpenVersion, part: range) -> bytes:
-        """Some bytes of the file; blocks for the disk. The header says that there is no log beside the file (Q3)."""
+    def read(self, version: OpenVersion, part: range, *, cold: bool) -> bytes:
+        """Some bytes of the file; blocks for the disk. The header says that there is no log beside the file (Q3). `cold` leaves
+        the caches to others."""
         with version.lock:
             now = self._clock.monotonic()
             if version.lease_id and now - version.renewed_at >= RENEW_SECONDS:
@@ -120,7 +118,7 @@ class OpenVersions:
                 version.renewed_at = now
             reader, page_size = version.reader, version.reader.page_size
             first, last = part.start // page_size, (part.stop - 1) // page_size
-            images = reader.read_pages(range(first, last + 1), cold=len(part) > WARM_BYTES)
+            images = reader.read_pages(range(first, last + 1), cold=cold)
             return read_part(images.__getitem__, page_size, reader.size_pages, len(part), part.start)
 
     # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────

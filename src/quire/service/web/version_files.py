@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 PIECE_BYTES = 256 * 1024
+WARM_BYTES = 1 << 20
+"""Ranges up to this size are read through the caches: a program reads its index pages again and again."""
 SWEEP_SECONDS = 2.0
 CONTENT_TYPE = "application/vnd.sqlite3"
 FOR_GOOD = "private, max-age=31536000, immutable"
@@ -160,7 +162,7 @@ class _FileAnswer(StarletteResponse):
     async def _read(self, version: OpenVersion, part: range) -> AsyncIterator[bytes]:
         for start in range(part.start, part.stop, PIECE_BYTES):
             piece = range(start, min(start + PIECE_BYTES, part.stop))
-            yield await self._context.call(self._versions.read, version, piece)
+            yield await self._context.call(self._versions.read, version, piece, cold=len(part) > WARM_BYTES)
 
     async def _read_many(
         self, version: OpenVersion, heads: list[bytes], parts: list[range], end: bytes

@@ -1,0 +1,297 @@
+"""Versions as files: what is sent is the version, whole or in parts, and it stays readable while it is read."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.manifest.records import AuditAction
+from quire.service.signed_tokens import create_token
+from quire.service.web import open_versions
+from quire.service.web.open_versions import OpenVersions
+from quire.service.web.ranges import RANGES_MAX
+from quire.service.web.server import WebServer
+from quire.service.web.version_files import PIECE_BYTES, VersionFiles
+from quire.store.store import Store
+from tests.service.web.world import Asker, Told
+
+ROWS = "insert into item(text) select hex(randomblob(60)) from generate limit ?"
+
+
+def fill(store: Store) -> None:
+    """A database of some MiB."""
+    with closing(store.sqlite("shop", create=True)) as connection:
+        connection.execute("create table item(id integer primary key, text text)")
+        connection.execute(
+            "create view generate as with recursive r(n) as (select 1 union all select n + 1 from r) select n from r"
+        )
+        connection.execute(ROWS, (12_000,))
+
+
+@pytest.fixture
+def shop(store: Store) -> Store:
+    """That database with versions: `monday`, then rows that were deleted."""
+    fill(store)
+    store.snapshot("shop", "monday")
+    with closing(store.sqlite("shop")) as connection:
+        connection.execute("delete from item where id > 100")
+    return store
+
+
+def versions(web: WebServer) -> OpenVersions:
+    (part,) = (part for part in web._web.parts if isinstance(part, VersionFiles))
+    return part.versions
+
+
+def count(body: bytes, folder: Path) -> int:
+    """Rows of a file that was sent, by SQLite, which finds nothing wrong with it."""
+    path = folder / "sent.sqlite"
+    path.write_bytes(body)
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+        number: int = connection.execute("select count(*) from item").fetchone()[0]
+        return number
+
+
+def test_every_way_to_name_a_version_sends_that_version(shop: Store, anybody: Asker, tmp_path: Path) -> None:
+    with closing(shop.sqlite("shop")) as connection:
+        epoch = connection.pragma("quire_epoch")
+        connection.execute("delete from item")
+    now = anybody.get("/db/shop.sqlite")
+    monday = anybody.get("/db/shop@monday.sqlite")
+    assert count(now.body, tmp_path) == 0
+    assert count(monday.body, tmp_path) == 12_000
+    assert count(anybody.get(f"/db/shop@{epoch}.sqlite").body, tmp_path) == 100
+    far, never = "2990-01-01T00:00:00Z", "1990-01-01T00:00:00+00:00"
+    assert anybody.get(f"/db/shop@{far}.sqlite").headers["etag"] == now.headers["etag"]
+    assert anybody.get(f"/db/shop@{never}.sqlite").status == 404
+    assert anybody.get(f"/db/shop@{10**9}.sqlite").status == 400, "there is no such version yet"
+    assert now.headers["content-type"] == "application/vnd.sqlite3"
+    assert monday.headers["etag"] != now.headers["etag"]
+    exported = tmp_path / "exported.sqlite"
+    quire.sqlite.export_file(shop.pages, "shop", exported, snapshot="monday")
+    assert exported.read_bytes() == monday.body
+
+
+def test_a_database_without_pages_is_an_empty_file(store: Store, anybody: Asker) -> None:
+    store.create("empty", "pages")
+    told = anybody.get("/db/empty.sqlite")
+    assert (told.status, told.body, told.headers["content-length"]) == (200, b"", "0")
+
+
+def test_names_are_decoded(store: Store, anybody: Asker) -> None:
+    with closing(store.sqlite("größe 1", create=True)) as connection:
+        connection.execute("create table t(a)")
+    store.snapshot("größe 1", "v 1.0")
+    told = anybody.get("/db/gr%C3%B6%C3%9Fe%201@v%201.0.sqlite")
+    assert told.status == 200
+    assert "gr%C3%B6%C3%9Fe%201%40v%201.0.sqlite" in told.headers["content-disposition"]
+
+
+# ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_parts_are_those_of_the_whole(shop: Store, anybody: Asker) -> None:
+    whole = anybody.get("/db/shop@monday.sqlite").body
+    size = len(whole)
+    assert size > 4 * PIECE_BYTES
+    for header, part in (
+        ("bytes=0-0", whole[:1]),
+        ("bytes=0-99", whole[:100]),
+        ("bytes=4090-4100", whole[4090:4101]),
+        (f"bytes=100-{PIECE_BYTES + 5000}", whole[100 : PIECE_BYTES + 5001]),
+        ("bytes=-7", whole[-7:]),
+        (f"bytes=-{size * 2}", whole),
+        (f"bytes={size - 1}-", whole[-1:]),
+        (f"bytes={size - 3}-{size * 9}", whole[-3:]),
+        ("BYTES = 5 - 6", whole[5:7]),
+    ):
+        told = anybody.get("/db/shop@monday.sqlite", Range=header)
+        assert (told.status, told.body) == (206, part), header
+        first = int(told.headers["content-range"].split()[1].split("-")[0])
+        assert told.headers["content-range"] == f"bytes {first}-{first + len(part) - 1}/{size}"
+
+
+def test_several_parts_come_in_one_answer(shop: Store, anybody: Asker) -> None:
+    whole = anybody.get("/db/shop@monday.sqlite").body
+    told = anybody.get("/db/shop@monday.sqlite", Range=f"bytes=0-9, 5000-{PIECE_BYTES + 9000}, -4")
+    assert told.status == 206
+    message: Any = email.message_from_bytes(
+        b"content-type: " + told.headers["content-type"].encode() + b"\r\n\r\n" + told.body
+    )
+    parts = message.get_payload()
+    assert [part["content-range"].split("/")[1] for part in parts] == [str(len(whole))] * 3
+    wanted = [whole[:10], whole[5000 : PIECE_BYTES + 9001], whole[-4:]]
+    assert [part.get_payload(decode=True) for part in parts] == wanted
+
+
+def test_ranges_that_cannot_be_sent_are_refused_with_the_size(shop: Store, anybody: Asker) -> None:
+    size = int(anybody.ask("HEAD", "/db/shop.sqlite").headers["content-length"])
+    wrong = [
+        f"bytes={size}-", "bytes=99999999999999-", "bytes=-0", "bytes=5-4", "bytes=a-b", "bytes=", "bytes=-", "bytes=1",
+        "bytes=0-1,0-1", "bytes=0-10,5-20", "bytes=0x1-2", "bytes=1--2", f"bytes={'9' * 4000}-",
+        "bytes=" + ",".join(f"{n}-{n}" for n in range(RANGES_MAX + 1)), "bytes=" + "," * 1000,
+    ]  # fmt: skip
+    for header in wrong:
+        told = anybody.get("/db/shop.sqlite", Range=header)
+        assert (told.status, told.headers["content-range"]) == (416, f"bytes */{size}"), header[:40]
+        assert told.json["message"]
+    for ignored in ("lines=1-2", "bytes", ""):
+        assert anybody.get("/db/shop.sqlite", Range=ignored).status == 200
+
+
+def test_head_says_what_get_would_send(shop: Store, anybody: Asker) -> None:
+    for headers in ({}, {"Range": "bytes=0-99"}):
+        whole, head = anybody.get("/db/shop.sqlite", **headers), anybody.ask("HEAD", "/db/shop.sqlite", **headers)
+        same = ("content-length", "etag", "accept-ranges", "cache-control", "content-type", "x-quire-epoch")
+        assert [head.headers[name] for name in same] == [whole.headers[name] for name in same]
+        assert (head.status, head.body) == (whole.status, b"")
+
+
+# ── caches ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_epoch_may_be_cached_for_good_and_a_name_is_asked_again(shop: Store, anybody: Asker) -> None:
+    now = anybody.get("/db/shop.sqlite")
+    epoch = now.headers["x-quire-epoch"]
+    assert "immutable" in anybody.get(f"/db/shop@{epoch}.sqlite").headers["cache-control"]
+    for name in ("shop", "shop@monday"):
+        assert anybody.get(f"/db/{name}.sqlite").headers["cache-control"] == "private, no-cache"
+
+
+def test_who_has_the_version_is_told_so(shop: Store, anybody: Asker) -> None:
+    tag = anybody.get("/db/shop.sqlite").headers["etag"]
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        told = anybody.get("/db/shop.sqlite", If_None_Match=known)
+        assert (told.status, told.body, told.headers["etag"]) == (304, b"", tag), known
+    with closing(shop.sqlite("shop")) as connection:
+        connection.execute("delete from item")
+    changed = anybody.get("/db/shop.sqlite", If_None_Match=tag)
+    assert (changed.status, changed.headers["etag"] != tag) == (200, True)
+
+
+def test_parts_of_two_versions_are_never_mixed(shop: Store, anybody: Asker) -> None:
+    tag = anybody.get("/db/shop.sqlite").headers["etag"]
+    assert anybody.get("/db/shop.sqlite", Range="bytes=0-9", If_Range=tag).status == 206
+    with closing(shop.sqlite("shop")) as connection:
+        connection.execute("delete from item")
+    for known in (tag, formatdate(0, usegmt=True), '"x"'):
+        told = anybody.get("/db/shop.sqlite", Range="bytes=0-9", If_Range=known)
+        assert (told.status, len(told.body)) == (200, int(told.headers["content-length"]))
+
+
+def test_another_database_of_the_same_name_has_another_tag(shop: Store, anybody: Asker) -> None:
+    tag = anybody.get("/db/shop.sqlite").headers["etag"]
+    shop.drop("shop", snapshots=True)
+    assert anybody.get("/db/shop.sqlite").status == 404
+    with closing(shop.sqlite("shop", create=True)) as connection:
+        connection.execute("create table item(a)")
+    assert anybody.get("/db/shop.sqlite").headers["etag"] != tag
+
+
+# ── holding ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def deleted(store: Store) -> int:
+    """Artifacts that were deleted, after everything that is due was."""
+    store.maintain()
+    return sum(entry.action is AuditAction.DELETED for entry in store.manifest.audit())
+
+
+def test_a_snapshot_that_is_dropped_while_it_is_read_is_read_to_its_end(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are collected only when nobody reads them: the lease of the file holds them."""
+    collecting = StoreSettings(maintenance=MaintenanceSettings(enabled=False, delete_grace_seconds=0.0))
+    with quire.open(path, settings=collecting) as store, store.serve_http("127.0.0.1:0") as web:
+        fill(store)
+        store.checkpoint("shop", runner="threads")
+        store.snapshot("shop", "monday")
+        pieces: list[int] = []
+        read = OpenVersions.read
+
+        def dropping(self: OpenVersions, *args: Any, **kwargs: Any) -> bytes:
+            if len(pieces) == 1:
+                with closing(store.sqlite("shop")) as connection:
+                    connection.execute("delete from item")
+                    connection.execute("vacuum")
+                store.checkpoint("shop", runner="threads")
+                store.merge("shop", runner="threads")
+                store.manifest.snapshots.drop("shop", "monday")
+            pieces.append(deleted(store))
+            return read(self, *args, **kwargs)
+
+        monkeypatch.setattr(OpenVersions, "read", dropping)
+        told = Asker(web.address).get("/db/shop@monday.sqlite")
+        assert count(told.body, tmp_path) == 12_000
+        assert len(pieces) > 2
+        assert set(pieces) == {pieces[0]}, "nothing was deleted meanwhile"
+        assert Asker(web.address).get("/db/shop@monday.sqlite").status == 400
+        versions(web).close_idle(0)
+        assert store.manifest.leases.count() == 0
+        assert deleted(store) > pieces[0], "it would have been, had nobody read it"
+
+
+def test_nothing_is_held_when_nobody_reads_any_more(shop: Store, anybody: Asker, web: WebServer) -> None:
+    epoch = anybody.get("/db/shop.sqlite", Range="bytes=0-9").headers["x-quire-epoch"]
+    for name in ("shop", "shop@monday", f"shop@{epoch}"):
+        for _ in range(3):
+            assert anybody.get(f"/db/{name}.sqlite", Range="bytes=0-9").status == 206
+    assert versions(web).now == 3
+    versions(web).close_idle(0)
+    assert versions(web).now == 0
+    assert shop.manifest.leases.count() == 0
+    db_id = shop.database("shop").db_id
+    assert not [lease for lease in shop.pages.readers(db_id) if lease.info.tags == open_versions.TAGS]
+
+
+def test_so_many_versions_are_open_and_those_that_rest_make_room(
+    shop: Store, anybody: Asker, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_versions, "OPEN_MAX", 2)
+    shop.snapshot("shop", "tuesday")
+    for name in ("shop", "shop@monday", "shop@tuesday", "shop"):
+        assert anybody.get(f"/db/{name}.sqlite", Range="bytes=0-9").status == 206
+    assert versions(web).now == 2
+    for version in versions(web)._open.values():
+        version.users += 1
+    told = anybody.get("/db/shop@tuesday.sqlite", Range="bytes=0-9")
+    held = {version.key[1] for version in versions(web)._open.values()}
+    assert told.status == (206 if len(held & {"snapshot"}) else 503)
+    for version in versions(web)._open.values():
+        version.users -= 1
+
+
+# ── who may ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_token_of_one_database_reads_that_one(shop: Store, anybody: Asker) -> None:
+    shop.create("other", "pages")
+    reader = Asker(anybody.address, create_token(shop.path, ["shop"], read_only=True, ttl_seconds=600))
+    assert reader.get("/db/shop@monday.sqlite").status == 200
+    refusals = [reader.get(f"/db/{name}.sqlite") for name in ("other", "nothing", "other@monday")]
+    assert {(told.status, told.body) for told in refusals} == {(403, refusals[0].body)}
+
+
+def test_other_methods_and_other_kinds_are_refused(shop: Store, boss: Asker) -> None:
+    shop.create("clicks", "stream")
+    assert boss.get("/db/clicks.sqlite").json["error"] == "WrongKind"
+    told: Told = boss.ask("DELETE", "/db/shop.sqlite")
+    assert (told.status, set(told.headers["allow"].split(", "))) == (405, {"GET", "HEAD"})
+
+
+# ── programs that know nothing of quire ───────────────────────────────────────────────────────────────────────────────
+@pytest.mark.skipif(
+    not shutil.which("curl") or not shutil.which("sqlite3"), reason="curl and sqlite3 are not installed"
+)
+def test_curl_and_sqlite3_read_it(shop: Store, anybody: Asker, tmp_path: Path) -> None:
+    url, target = f"{anybody.address}/db/shop@monday.sqlite", tmp_path / "shop.sqlite"
+    half = subprocess.run(["curl", "-sf", "-r", "0-4999", url], capture_output=True, check=True).stdout
+    target.write_bytes(half)
+    subprocess.run(["curl", "-sf", "-C", "-", "-o", str(target), url], check=True)  # goes on where it stopped
+    told = subprocess.run(
+        ["sqlite3", str(target), "pragma integrity_check; select count(*) from item"], capture_output=True, check=True
+    )
+    assert told.stdout.split() == [b"ok", b"12000"]
