@@ -11,12 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 import quire
-from quire.core.errors import CursorLost, ManifestDamaged, QuireError, TimedOut
+from quire.core.errors import CursorLost, ManifestDamaged, OutOfRange, QuireError, TimedOut
 from quire.core.settings import FeedSettings, MaintenanceSettings, StoreSettings
 from quire.manifest import feed as feed_module
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.ops.cursors import OLDEST_SEQUENCE, TRIM_ROWS, AcknowledgeChanges, LoseCursor, TrimChanges
+from quire.manifest.ops.cursors import TRIM_ROWS, AcknowledgeChanges, LoseCursor, TrimChanges
+from quire.manifest.overlay import OLDEST_SEQUENCE
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import CursorState, MetaRecord
 from quire.manifest.store import ManifestStore
@@ -25,6 +26,9 @@ from quire.testing.manifest import assert_clean
 from tests.manifest.helpers import chunk, does, eventually, finish, held, python, register
 
 Event = tuple[str, dict[str, object]]
+
+BEYOND = 300
+"""Rows that one operation does not trim."""
 
 
 @pytest.fixture
@@ -121,32 +125,59 @@ def test_nothing_is_reported_below_the_usual_threshold(manifest: ManifestStore, 
 # ── start-up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_tail_that_the_last_owner_left_is_trimmed_by_the_next(owner: Callable[[], ManifestStore]) -> None:
     manifest = owner()
-    fill(manifest, 1300)
+    fill(manifest, TRIM_ROWS + BEYOND)
     cursor = manifest.feed.register(name="app").cursor_id
     does(
-        manifest, AcknowledgeChanges(cursor, 1300)
+        manifest, AcknowledgeChanges(cursor, TRIM_ROWS + BEYOND)
     )  # as `acknowledge` does, but the owner dies before it trims the rest
-    assert rows(manifest) == 1300 - TRIM_ROWS
+    assert rows(manifest) == BEYOND
     manifest = owner()
-    assert rows(manifest) == 1300 - TRIM_ROWS, "nobody has asked for the feed yet"
-    assert manifest.feed.head() == 1300
+    assert rows(manifest) == BEYOND, "nobody has asked for the feed yet"
+    assert manifest.feed.head() == TRIM_ROWS + BEYOND
     assert emptied(manifest)
     assert not manifest.feed.tail_rows()
     assert_clean(manifest, leaks=True)
 
 
+def test_an_acknowledgement_that_is_undone_trims_nothing(manifest: ManifestStore) -> None:
+    """The batch is refused after its first op has raised the oldest sequence; another one commits with it."""
+    fill(manifest, 40)
+    cursor = manifest.feed.register(name="app").cursor_id
+    refused = manifest.submit([AcknowledgeChanges(cursor, 30), AcknowledgeChanges(cursor, 10**6)])
+    manifest.submit([AcknowledgeChanges(cursor, 10)]).result()
+    with pytest.raises(OutOfRange):
+        refused.result()
+    assert manifest.feed.cursor(cursor).acked_sequence == 10
+    assert manifest.feed.fetch(cursor).changes[0].sequence == 11
+    assert rows(manifest) == 30
+    assert_clean(manifest, leaks=True)
+
+
+def test_only_the_cursor_that_holds_the_log_back_moves_its_beginning(manifest: ManifestStore) -> None:
+    fill(manifest, 40)
+    slow, fast = (manifest.feed.register(name=name).cursor_id for name in ("slow", "fast"))
+    for position in (10, 20, 30):
+        manifest.feed.acknowledge(fast, position)
+    assert rows(manifest) == 40
+    manifest.feed.acknowledge(slow, 25)
+    assert rows(manifest) == 15
+    manifest.feed.acknowledge(slow, 35)
+    assert rows(manifest) == 10
+    assert_clean(manifest, leaks=True)
+
+
 def test_maintain_trims_a_tail_too(owner: Callable[[], ManifestStore]) -> None:
     manifest = owner()
-    fill(manifest, 1300)
+    fill(manifest, TRIM_ROWS + BEYOND)
     feed = manifest.feed
-    does(manifest, AcknowledgeChanges(feed.register(name="app").cursor_id, 1300))
+    does(manifest, AcknowledgeChanges(feed.register(name="app").cursor_id, TRIM_ROWS + BEYOND))
     feed.maintain()
     assert emptied(manifest)
 
 
 def test_a_reader_leaves_the_tail_alone(manifest: ManifestStore) -> None:
-    fill(manifest, 700)
-    does(manifest, AcknowledgeChanges(manifest.feed.register(name="app").cursor_id, 700))
+    fill(manifest, TRIM_ROWS + BEYOND)
+    does(manifest, AcknowledgeChanges(manifest.feed.register(name="app").cursor_id, TRIM_ROWS + BEYOND))
     code = """
         import sys
         from quire.manifest.store import ManifestStore
@@ -154,16 +185,16 @@ def test_a_reader_leaves_the_tail_alone(manifest: ManifestStore) -> None:
             print(manifest.feed.tail_rows() > 0, len(manifest.feed.fetch("app").changes))
     """
     assert finish(python(code, manifest.env.path)) == "True 0\n"
-    assert rows(manifest) == 700 - TRIM_ROWS
+    assert rows(manifest) == BEYOND
 
 
 def test_closing_while_a_tail_is_trimmed_is_quiet_and_the_next_owner_goes_on(
     owner: Callable[[], ManifestStore], events: list[Event]
 ) -> None:
     manifest = owner()
-    fill(manifest, 3_000)
+    fill(manifest, 2 * TRIM_ROWS)
     cursor = manifest.feed.register(name="app").cursor_id
-    manifest.feed.acknowledge(cursor, 3_000)
+    manifest.feed.acknowledge(cursor, 2 * TRIM_ROWS)
     manifest.close()
     assert {event for event, _ in events} <= {"feed.trim_stopped"}
     manifest = owner()
@@ -174,21 +205,21 @@ def test_closing_while_a_tail_is_trimmed_is_quiet_and_the_next_owner_goes_on(
 
 def test_what_becomes_a_tail_while_another_is_trimmed_goes_too(manifest: ManifestStore) -> None:
     """The trimmer must not stop on what it knew when it started."""
-    fill(manifest, 3_000)
+    fill(manifest, 2 * TRIM_ROWS)
     cursor = manifest.feed.register().cursor_id
-    for upto in range(500, 3_001, 500):
+    for upto in range(TRIM_ROWS // 4, 2 * TRIM_ROWS + 1, TRIM_ROWS // 4):
         manifest.feed.acknowledge(cursor, upto)
     assert emptied(manifest)
 
 
 def test_a_trimmer_takes_one_piece_at_a_time(manifest: ManifestStore) -> None:
     """A writer waits for one piece at most: the next is asked for when the last is durable."""
-    fill(manifest, 3_000)
-    does(manifest, AcknowledgeChanges(manifest.feed.register().cursor_id, 3_000))
+    fill(manifest, 2 * TRIM_ROWS)
+    does(manifest, AcknowledgeChanges(manifest.feed.register().cursor_id, 2 * TRIM_ROWS))
     with held(manifest):
         manifest.feed.trim_behind()
         between = manifest.submit([register(2, "between")])
-    assert between.result(30).sequence == 3_001
+    assert between.result(30).sequence == 2 * TRIM_ROWS + 1
     assert eventually(lambda: rows(manifest) == 1)
 
 

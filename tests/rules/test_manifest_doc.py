@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from quire.core.ids import ArtifactKind
-from quire.manifest import migrations, records
+from quire.manifest import migrations, overlay, records
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
-from quire.manifest.ops import cursors, pageindex
+from quire.manifest.ops import pageindex
 from quire.manifest.ops.base import LOCAL_COUNTERS, Component, Counter, Op
 from quire.manifest.ops.registry import OPS
 from quire.manifest.reads import BORN_WITH_EPOCHS
@@ -205,7 +205,7 @@ def test_page_shows_the_packed_rows_of_ops_as_they_are() -> None:
 
 def test_page_lists_the_names_in_meta() -> None:
     page = {name.strip("` ") for names, *_ in table_with_head(PAGE, "name") for name in names.split(",")}
-    packed = (migrations.SCHEMA, migrations.STORE_ID, cursors.OLDEST_SEQUENCE)
+    packed = (migrations.SCHEMA, migrations.STORE_ID, overlay.OLDEST_SEQUENCE)
     assert page == {
         *(META.key.unpack(key)[0] for key in packed),
         *LOCAL_COUNTERS.values(),

@@ -207,7 +207,8 @@ class ChangeFeed:
     @changes
     def acknowledge(self, cursor: int | str, upto: int) -> None:
         """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
-        self._manifest.submit([AcknowledgeChanges(self.cursor(cursor).cursor_id, upto)]).result()
+        cursor_id = cursor if isinstance(cursor, int) else self.cursor(cursor).cursor_id  # the op looks for the row
+        self._manifest.submit([AcknowledgeChanges(cursor_id, upto)]).result()
         self.trim_behind()
 
     @changes

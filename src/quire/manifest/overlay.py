@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
 from typing import Any, Final, Generic, Literal
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
@@ -33,6 +32,11 @@ from quire.manifest.records import AuditAction, AuditRecord, DbRecord, DbStatus
 
 KEPT_ROWS_MAX = 65_536
 """Kept rows per table; a fuller table starts over. Bounds the writer's memory at a few tens of MB."""
+
+OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
+
+TRIM_ROWS_PER_GROUP = 4_096
+"""Rows of the change log's tail that one transaction removes, however many operations ask for it: a millisecond or two."""
 
 _ABSENT: Final = object()
 
@@ -225,13 +229,18 @@ class TableView(Generic[R]):
         """Whether any row has this prefix."""
         return next(self.scan(prefix), None) is not None
 
-    def first_keys(self, *, below: bytes, limit: int) -> list[bytes]:
-        """The first committed keys below a bound that are not deleted yet, without reading their rows."""
+    def remove_first(self, *, below: bytes, limit: int) -> int:
+        """Remove the first committed rows below a bound from the LMDB transaction itself; how many. At a tenth of the price of
+        `delete`, row by row: a cursor stands where the next one is."""
+        deleted: list[bytes] = []
         with self._overlay.txn.cursor(db=self._handle) as cursor:
-            if limit <= 0 or not cursor.first():
-                return []
-            rows = cursor.iternext(keys=True, values=False)
-            return list(islice((key for key in takewhile(below.__gt__, rows) if key not in self.pending), limit))
+            cursor.first()
+            while len(deleted) < limit and (key := cursor.key()) and key < below:
+                deleted.append(key)
+                cursor.delete()  # moves to the following row
+        if deleted:
+            self._note_written([], deleted)
+        return len(deleted)
 
     def _committed(self, prefix: bytes, after: bytes | None) -> Iterator[tuple[bytes, bytes]]:
         end = prefix_end(prefix)
@@ -328,8 +337,8 @@ class Overlay:
         """`ManifestEnv.check_sound`, where something is closed for breaking a rule."""
         self.written: list[TableRows] | None = None
         """What `flush` has written in this transaction, where an archive wants to know."""
-        self.trimmed = 0
-        """Rows of the change log's tail removed in this transaction."""
+        self.trim_rows = 0
+        """How many rows of the change log's tail to remove with this transaction (`_trim`)."""
         self.notes: list[Note] = []
         """What the current batch wants to be remembered for; it becomes rows of `audit` once the batch has applied."""
         self.tracking = False
@@ -410,7 +419,16 @@ class Overlay:
 
     def flush(self) -> int:
         """Write everything pending into the transaction; the number of rows. `KeysTaken`: an insert met a row."""
-        return sum([view.flush() for view in self.views.values() if view.pending or view.inserted])
+        rows = sum([view.flush() for view in self.views.values() if view.pending or view.inserted])
+        return rows + self._trim() if self.trim_rows else rows
+
+    def _trim(self) -> int:
+        """Remove the first rows of the change log below the oldest sequence, as this transaction leaves it. Here and not in
+        the op that asks: a batch may be undone after it has raised the oldest sequence, and what was removed for it is not."""
+        oldest = self.meta.get(OLDEST_SEQUENCE)
+        limit = min(self.trim_rows, TRIM_ROWS_PER_GROUP)
+        log = self.change_log
+        return log.remove_first(below=log.table.key.pack(oldest.number), limit=limit) if oldest is not None else 0
 
     def settle(self) -> None:
         """The transaction is durable: only now kept rows change."""
@@ -431,7 +449,7 @@ class Overlay:
             self.written = []
         self.undo.clear()
         self.notes.clear()
-        self.trimmed = 0
+        self.trim_rows = 0
         self.switch()
 
     def write_notes(self, sequence: int, generations: tuple[tuple[int, int], ...], at_ms: int) -> None:

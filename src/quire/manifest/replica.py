@@ -47,8 +47,8 @@ from quire.manifest.env import ManifestEnv
 from quire.manifest.feed import PAGE_RECORDS, ChangeFeed
 from quire.manifest.migrations import SCHEMA, STORE_ID, migrate
 from quire.manifest.ops.base import LOCAL_COUNTERS
-from quire.manifest.ops.cursors import OLDEST_SEQUENCE, settle_oldest
-from quire.manifest.overlay import Overlay
+from quire.manifest.ops.cursors import settle_oldest
+from quire.manifest.overlay import OLDEST_SEQUENCE, Overlay
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import MetaRecord
 from quire.manifest.replay import position_of, replay

@@ -19,16 +19,12 @@ from quire.core.timeline import lost as lost_gap
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
-from quire.manifest.overlay import Overlay
+from quire.manifest.overlay import OLDEST_SEQUENCE, Overlay
 from quire.manifest.records import CursorRecord, CursorState, IndexRecord, MetaRecord, UInt
 
-OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
-
-TRIM_ROWS = 512
-"""Rows of the tail removed by one operation: about a millisecond."""
-
-TRIM_ROWS_PER_GROUP = 2_048
-"""Rows of the tail removed in one transaction, however many operations ask for it."""
+TRIM_ROWS = 2_048
+"""Rows of the tail removed for one operation: less than a millisecond. With a hundred acknowledgements a second they keep up
+with 200,000 changes, and no commit is needed for trimming alone."""
 
 
 def sequence_bounds(tables: Overlay) -> tuple[int, int]:
@@ -91,13 +87,8 @@ def settle_oldest(tables: Overlay, requested: int = 0) -> None:
 
 
 def trim_tail(tables: Overlay) -> None:
-    """Remove the first rows below the oldest sequence."""
-    oldest, _ = sequence_bounds(tables)
-    room = min(TRIM_ROWS, TRIM_ROWS_PER_GROUP - tables.trimmed)
-    log = tables.change_log
-    for key in log.first_keys(below=log.table.key.pack(oldest), limit=room):
-        log.delete(key)
-        tables.trimmed += 1
+    """Have the first rows below the oldest sequence removed with this transaction."""
+    tables.trim_rows += TRIM_ROWS
 
 
 class RegisterCursor(Op, frozen=True, tag=91):
@@ -139,7 +130,7 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
         if cursor.state is CursorState.LOST:
             raise lost(self.cursor_id, cursor)
         refuse_lost(tables.gaps(), self.upto_sequence)
-        _, following = sequence_bounds(tables)
+        oldest, following = sequence_bounds(tables)
         if self.upto_sequence >= following:
             raise OutOfRange(
                 "acknowledged beyond the head of the feed",
@@ -149,7 +140,10 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
             )
         acked = max(self.upto_sequence, cursor.acked_sequence)
         tables.change_cursors.put(key, replace(cursor, acked_sequence=acked, updated_at_ms=at_ms))
-        settle_oldest(tables)
+        if cursor.acked_sequence < oldest:
+            settle_oldest(tables)
+        else:  # it was not the one that holds the log back: the others need not be looked at
+            trim_tail(tables)
 
 
 class DropCursor(Op, frozen=True, tag=93):
