@@ -15,7 +15,7 @@ import pytest
 
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
-from quire.manifest.records import AuditAction
+from quire.manifest.records import AuditAction, JobKind, JobState
 from quire.service.signed_tokens import create_token
 from quire.service.web import open_versions
 from quire.service.web.open_versions import OpenVersions
@@ -199,6 +199,9 @@ def test_another_database_of_the_same_name_has_another_tag(shop: Store, anybody:
 def deleted(store: Store) -> int:
     """Artifacts that were deleted, after everything that is due was."""
     store.maintain()
+    for job in store.manifest.jobs.jobs(JobState.PENDING):
+        if job.kind is JobKind.DELETE:
+            store.worker.run(job.job_id)
     return sum(entry.action is AuditAction.DELETED for entry in store.manifest.audit())
 
 
