@@ -22,7 +22,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
 from quire.core.errors import InvalidInput
 from quire.service.grants import Grant
@@ -196,8 +196,8 @@ class SqlPart:
         connection = HranaSocket(self.service, admit, websocket.send_text)
         try:
             while True:
-                await connection.receive(await websocket.receive_text())
-        except WebSocketDisconnect:
+                await connection.receive(await _text(websocket))
+        except (WebSocketDisconnect, WebSocketDisconnected):
             pass
         except InvalidInput as error:
             with suppress(RuntimeError):
@@ -211,6 +211,16 @@ def _answers(session: SqlSession, requests: list[p.StreamRequest]) -> Work[list[
     for request in requests:
         results.append((yield from session.answer(request)))
     return results
+
+
+async def _text(websocket: WebSocket) -> str:
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1005))
+    text: str | None = message.get("text")
+    if text is None:
+        raise InvalidInput("a message is JSON text", hint="protobuf is not supported")
+    return text
 
 
 class CursorResponse(Response):

@@ -20,6 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from quire.core.errors import QuireError
+from quire.core.events import emit
 from quire.service.grants import Grant
 from quire.service.sql import protocol as p
 from quire.service.sql.pool import SqlTarget
@@ -67,6 +68,8 @@ class HranaSocket:
         self._grant = Grant.NOTHING
         self._sqls = StoredSqls()
         self._streams: dict[int, SqlStream] = {}
+        self._unclosed: set[SqlStream] = set()
+        """These, and those whose closing is under way: it may be cut off with the socket."""
         self._cursors: dict[int, _SocketCursor] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -106,6 +109,11 @@ class HranaSocket:
             reply = p.ResponseError(number, p.WireError(str(failed), failed.code, extended))
         except QuireError as error:
             reply = p.ResponseError(number, p.WireError(str(error), type(error).__name__))
+        except Exception as error:
+            emit("error", "sql.bug", where="socket", error=f"{type(error).__name__}: {error}")
+            reply = p.ResponseError(
+                number, p.WireError(f"a bug at the owner: {type(error).__name__}", "INTERNAL_ERROR")
+            )
         finally:
             self._places.release()
         await self._reply(reply)
@@ -147,9 +155,11 @@ class HranaSocket:
         if len(self._streams) >= STREAMS_MAX:
             raise StatementFailed(f"a socket has at most {STREAMS_MAX} streams", "TOO_MANY_STREAMS")
         try:
-            self._streams[stream_id] = self._service.streams.open(target, self._grant, is_lasting=True)
+            stream = self._service.streams.open(target, self._grant, is_lasting=True)
         except StreamRefused as refused:
             raise StatementFailed(str(refused), refused.code) from None
+        self._streams[stream_id] = stream
+        self._unclosed.add(stream)
 
     def _stream(self, stream_id: int) -> SqlStream:
         stream = self._streams.get(stream_id)
@@ -162,6 +172,7 @@ class HranaSocket:
             await self._end_cursors(stream)
             async with stream.lock:
                 await self._service.streams.close(stream)
+            self._unclosed.discard(stream)
         return p.PlainResponse("close_stream")
 
     async def _on_stream(self, stream: SqlStream, request: p.StreamRequest) -> p.WireResponse:
@@ -232,7 +243,7 @@ class HranaSocket:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for stream in [*self._streams.values()]:
+        for stream in [*self._unclosed]:
             await self._close_stream(stream)
         self._streams.clear()
 

@@ -1,0 +1,76 @@
+"""Values of Hrana: what goes out comes back, and what is not understood is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import InvalidInput
+from quire.service.sql import protocol as p
+from quire.sqlite.statements import StatementFailed
+
+texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
+values = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts | st.binary(max_size=40)
+
+
+@given(st.integers(1, 5).flatmap(lambda width: st.lists(st.tuples(*[values] * width), max_size=20)))
+def test_rows_come_back_as_they_went(rows: list[tuple[Any, ...]]) -> None:
+    sent = msgspec.json.decode(b"[" + p.json_rows(rows) + b"]", type=list[list[Any]])
+    assert len(sent) == len(rows)
+    for row, cells in zip(rows, sent):
+        for value, cell in zip(row, cells):
+            if isinstance(value, float) and not math.isfinite(value):
+                assert cell == {"type": "float", "value": None}
+            else:
+                assert p.decode_value(msgspec.convert(cell, p.WireValue)) == value
+            assert cell["type"] != "integer" or isinstance(cell["value"], str)
+            assert cell["type"] != "blob" or "=" not in cell["base64"]
+
+
+@given(st.lists(st.tuples(values, values), max_size=20))
+def test_rows_of_a_cursor_are_the_same_rows_a_line_each(rows: list[tuple[Any, ...]]) -> None:
+    lines = [json.loads(line) for line in p.json_entries(rows).splitlines()]
+    assert [line["type"] for line in lines] == ["row"] * len(rows)
+    assert [line["row"] for line in lines] == json.loads(b"[" + p.json_rows(rows) + b"]")
+
+
+@pytest.mark.parametrize("text", ["AAE", "AAE="])
+def test_a_blob_is_taken_with_and_without_padding(text: str) -> None:
+    assert p.decode_value(p.WireBlob(text)) == b"\0\1"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [p.WireBlob("§"), p.WireBlob("A"), p.WireInteger("x"), p.WireInteger(str(2**63)), p.WireInteger("9" * 5_000)],
+)
+def test_a_value_that_is_none_is_refused(value: p.WireValue) -> None:
+    with pytest.raises(StatementFailed) as caught:
+        p.decode_value(value)
+    assert caught.value.code == "ARGS_INVALID"
+
+
+@given(st.binary(max_size=200) | texts.map(str.encode))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    for read in (p.read_pipeline, p.read_cursor, p.read_execute, p.read_batch, p.read_message):
+        with pytest.raises(InvalidInput):
+            read(body)
+
+
+def test_nested_conditions_are_refused_and_not_followed_to_the_bottom() -> None:
+    deep = b'{"type":"not","cond":' * 20_000 + b'{"type":"ok","step":0}' + b"}" * 20_000
+    with pytest.raises(InvalidInput):
+        p.read_batch(b'{"batch":{"steps":[{"stmt":{"sql":"select 1"},"condition":' + deep + b"}]}}")
+
+
+def test_fields_may_be_null_where_they_may_be_missing() -> None:
+    body = p.read_pipeline(
+        b'{"baton":null,"requests":[{"type":"execute","stmt":'
+        b'{"sql":"select 1","sql_id":null,"args":null,"named_args":null,"want_rows":null,"replication_index":null}}]}'
+    )
+    assert body.requests == [p.ExecuteRequest(p.WireStatement(sql="select 1"))]

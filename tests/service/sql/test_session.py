@@ -1,0 +1,284 @@
+"""What a session does with requests, on a real database, without any protocol around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import quire
+from quire.service.sql import protocol as p
+from quire.service.sql.pool import ConnectionPool, SqlTarget
+from quire.service.sql.session import AnswerLimits, LockTimeout, SqlSession, Work
+from quire.service.sql.threads import advance
+from quire.sqlite.statements import StatementFailed
+from quire.store.store import Store
+from tests.service.sql.world import settings
+
+TARGET = SqlTarget("shop")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with quire.open(tmp_path / "store", settings=settings()) as opened:
+        connection = opened.sqlite("shop", create=True)
+        connection.execute("create table t(id integer primary key, a unique, b text)")
+        connection.close()
+        yield opened
+
+
+@pytest.fixture
+def pool(store: Store) -> Iterator[ConnectionPool]:
+    pool = ConnectionPool(store, AnswerLimits(rows_max=1_000, bytes_max=100_000))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def session(pool: ConnectionPool) -> Iterator[SqlSession]:
+    with pool.session(TARGET) as session:
+        yield session
+
+
+def done(work: Work[Any]) -> Any:
+    """The result of a work that waits for nothing."""
+    is_done, result = advance(work)
+    assert is_done, "it waits for a lock"
+    return result
+
+
+def run(session: SqlSession, sql: str, *args: Any) -> p.StatementResult:
+    result: p.StatementResult = done(session.execute(sql, args)).wire()
+    return result
+
+
+def rows(session: SqlSession, sql: str) -> Any:
+    return msgspec.json.decode(run(session, sql).rows)
+
+
+def step(sql: str, condition: p.WireCondition | None = None) -> p.BatchStep:
+    return p.BatchStep(p.WireStatement(sql=sql), condition)
+
+
+def test_a_result_says_what_was_changed(session: SqlSession) -> None:
+    result = run(session, "insert into t(a, b) values (?, ?), (?, ?)", 1, "x", 2, "y")
+    assert (result.affected_row_count, result.last_insert_rowid, result.rows_written) == (2, "2", 2)
+    assert run(session, "create table u(x)").affected_row_count == 0
+    selected = run(session, "select id, b from t")
+    assert (selected.affected_row_count, selected.rows_read) == (0, 2)
+    assert [(column.name, column.decltype) for column in selected.cols] == [("id", "INTEGER"), ("b", "TEXT")]
+
+
+def test_a_statement_without_rows_tells_its_columns(session: SqlSession) -> None:
+    assert [column.name for column in run(session, "select id, a from t where 0").cols] == ["id", "a"]
+
+
+@pytest.mark.parametrize(
+    ("sql", "code"),
+    [
+        ("", "SQL_NO_STATEMENT"),
+        ("-- nothing", "SQL_NO_STATEMENT"),
+        ("insert into t(a) values (1); select 2", "SQL_MANY_STATEMENTS"),
+        ("selec", "SQLITE_ERROR"),
+        ("select ?", "ARGS_INVALID"),
+        ("attach '/etc/passwd' as x", "SQLITE_AUTH"),
+    ],
+)
+def test_execute_takes_exactly_one_statement(session: SqlSession, sql: str, code: str) -> None:
+    with pytest.raises(StatementFailed) as caught:
+        run(session, sql)
+    assert caught.value.code == code
+    assert rows(session, "select count(*) from t") == [[{"type": "integer", "value": "0"}]]
+
+
+@pytest.mark.parametrize("sql", ["select 1;", "select 1; -- end", "/* a */ select 1 /* b */ ; ; "])
+def test_blanks_and_comments_around_a_statement_are_no_statements(session: SqlSession, sql: str) -> None:
+    assert rows(session, sql) == [[{"type": "integer", "value": "1"}]]
+
+
+def test_a_constraint_has_its_base_code_and_its_extended_one(session: SqlSession) -> None:
+    run(session, "insert into t(a) values (1)")
+    with pytest.raises(StatementFailed) as caught:
+        run(session, "insert into t(a) values (1)")
+    assert (caught.value.code, caught.value.extended_code) == ("SQLITE_CONSTRAINT", "SQLITE_CONSTRAINT_UNIQUE")
+
+
+def test_named_arguments_are_found_with_and_without_their_prefix(session: SqlSession) -> None:
+    def named(**given: str) -> p.WireStatement:
+        arguments = [p.NamedArgument(name.replace("at_", "@"), p.WireText(text)) for name, text in given.items()]
+        return p.WireStatement(sql="select ?, :a, @b, $c", args=[p.WireText("0")], named_args=arguments)
+
+    result = done(session.run_statement(named(a="1", at_b="2", c="3"))).wire()
+    assert [cell["value"] for cell in msgspec.json.decode(result.rows)[0]] == ["0", "1", "2", "3"]
+    for wrong in (named(a="1", b="2"), named(a="1", b="2", c="3", d="4")):
+        with pytest.raises(StatementFailed) as caught:
+            done(session.run_statement(wrong))
+        assert caught.value.code == "ARGS_INVALID"
+
+
+def test_an_answer_is_bounded_in_rows_and_bytes(session: SqlSession) -> None:
+    series = "with recursive n(i) as (select 1 union all select i + 1 from n where i < {}) select {} from n"
+    for sql in (series.format(1_001, "i"), series.format(100, "zeroblob(2000)")):
+        with pytest.raises(StatementFailed) as caught:
+            run(session, sql)
+        assert caught.value.code == "RESPONSE_TOO_LARGE"
+    assert len(rows(session, series.format(1_000, "i"))) == 1_000
+    assert done(session.execute(series.format(5_000, "i"), want_rows=False)).row_count == 5_000
+
+
+def test_conditions_of_a_batch(session: SqlSession) -> None:
+    batch = p.WireBatch(
+        [
+            step("insert into t(a) values (1)"),
+            step("insert into t(a) values (1)"),
+            step("select 'ok'", p.CondOk(0)),
+            step("select 'skipped'", p.CondOk(1)),
+            step("select 'failed'", p.CondError(1)),
+            step("select 'skipped counts as failed'", p.CondError(3)),
+            step("select 'not'", p.CondNot(p.CondOk(1))),
+            step("select 'and'", p.CondAnd([p.CondOk(0), p.CondError(1), p.CondIsAutocommit()])),
+            step("select 'or'", p.CondOr([p.CondOk(1), p.CondOk(0)])),
+            step("select 'none of none'", p.CondOr([])),
+        ]
+    )
+    result = done(session.batch(batch))
+    executed = [number for number, one in enumerate(result.step_results) if one is not None]
+    assert executed == [0, 2, 4, 5, 6, 7, 8]
+    assert [number for number, one in enumerate(result.step_errors) if one is not None] == [1]
+
+
+@pytest.mark.parametrize("number", [0, 5, -1])
+def test_a_condition_names_an_earlier_step(session: SqlSession, number: int) -> None:
+    with pytest.raises(StatementFailed) as caught:
+        done(session.batch(p.WireBatch([step("select 1", p.CondOk(number))])))
+    assert caught.value.code == "BATCH_COND_BAD_STEP"
+
+
+def test_a_sequence_stops_at_its_first_failure(session: SqlSession) -> None:
+    done(
+        session.sequence(
+            "insert into t(a) values (1); -- a comment; with a semicolon\n select ';'; insert into t(a) values (2);"
+        )
+    )
+    with pytest.raises(StatementFailed):
+        done(session.sequence("insert into t(a) values (3); selec; insert into t(a) values (4)"))
+    assert [row[0]["value"] for row in rows(session, "select a from t order by a")] == ["1", "2", "3"]
+
+
+def test_describe_runs_nothing(session: SqlSession) -> None:
+    described = session.describe("insert into t(a, b) values (:x, ?) returning id")
+    assert [parameter.name for parameter in described.params] == [":x", None]
+    assert (described.is_explain, described.is_readonly, described.cols[0].decltype) == (False, False, "INTEGER")
+    assert session.describe("explain select 1").is_explain
+    assert rows(session, "select count(*) from t") == [[{"type": "integer", "value": "0"}]]
+
+
+def test_stored_texts_are_bounded_and_closed(session: SqlSession) -> None:
+    session.sqls.store(1, "select 7")
+    assert done(session.run_statement(p.WireStatement(sql_id=1))).row_count == 1
+    with pytest.raises(StatementFailed, match="stored already"):
+        session.sqls.store(1, "select 8")
+    session.sqls.close(1)
+    session.sqls.close(1)
+    with pytest.raises(StatementFailed, match="not stored"):
+        done(session.run_statement(p.WireStatement(sql_id=1)))
+    for number in range(250):
+        session.sqls.store(number, "select 1")
+    with pytest.raises(StatementFailed, match="too many"):
+        session.sqls.store(250, "select 1")
+
+
+# ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_statement_that_finds_the_lock_taken_has_not_begun_and_goes_on_later(pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as holder, pool.session(TARGET) as other:
+        done(holder.execute("begin immediate"))
+        work = other.execute("insert into t(a) values (5)")
+        assert advance(work) == (False, None)
+        assert advance(work) == (False, None)
+        done(holder.execute("commit"))
+        is_done, outcome = advance(work)
+        assert is_done
+        assert outcome.affected_rows == 1
+
+
+def test_who_waited_long_enough_is_told_busy(pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as holder, pool.session(TARGET) as other:
+        done(holder.execute("begin immediate"))
+        work = other.execute("insert into t(a) values (5)")
+        next(work)
+        with pytest.raises(StatementFailed) as caught:
+            work.throw(LockTimeout())
+        assert caught.value.code == "SQLITE_BUSY"
+
+
+def test_a_transaction_that_has_read_an_old_version_is_told_so_at_once(pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as reader, pool.session(TARGET) as writer:
+        done(reader.execute("begin"))
+        done(reader.execute("select count(*) from t"))
+        done(writer.execute("insert into t(a) values (1)"))
+        with pytest.raises(StatementFailed) as caught:
+            done(reader.execute("insert into t(a) values (2)"))
+        assert (caught.value.code, caught.value.extended_code) == ("SQLITE_BUSY", "SQLITE_BUSY_SNAPSHOT")
+
+
+# ── the pool ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_connection_is_used_again_and_nothing_of_its_program_is_left(pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as first:
+        run(first, "insert into t(a) values (1)")
+        done(first.execute("begin"))
+        run(first, "insert into t(a) values (2)")
+    with pool.session(TARGET) as second:
+        assert second.runner is first.runner
+        assert second.is_autocommit
+        assert second.runner.last_insert_rowid() == 0
+        assert rows(second, "select count(*) from t") == [[{"type": "integer", "value": "1"}]]
+    assert pool.opened == 1
+
+
+@pytest.mark.parametrize("sql", ["create temp table x(a)", "pragma foreign_keys = 1", "pragma case_sensitive_like = 1"])
+def test_a_connection_on_which_something_was_left_is_closed(pool: ConnectionPool, sql: str) -> None:
+    with pool.session(TARGET) as first:
+        done(first.execute(sql))
+    with pool.session(TARGET) as second:
+        assert second.runner is not first.runner
+
+
+def test_a_connection_caches_four_mib(session: SqlSession) -> None:
+    assert rows(session, "pragma cache_size") == [[{"type": "integer", "value": "-4096"}]]
+
+
+def test_idle_connections_are_closed_after_a_while(pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as first:
+        pass
+    pool.sweep()
+    with pool.session(TARGET) as second:
+        assert second.runner is first.runner
+    pool.sweep(float("inf"))
+    with pool.session(TARGET) as third:
+        assert third.runner is not first.runner
+
+
+def test_another_database_of_the_same_name_gets_another_connection(store: Store, pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as first:
+        assert rows(first, "select count(*) from t") == [[{"type": "integer", "value": "0"}]]
+    store.rename("shop", "old")
+    store.sqlite("shop", create=True).close()
+    with pool.session(TARGET) as second, pytest.raises(StatementFailed, match="no such table"):
+        run(second, "select * from t")
+
+
+def test_versions_are_read_only(store: Store, pool: ConnectionPool) -> None:
+    with pool.session(TARGET) as session:
+        run(session, "insert into t(a) values (1)")
+        epoch = rows(session, "pragma quire_epoch")[0][0]["value"]
+        store.snapshot("shop", "monday")
+        run(session, "insert into t(a) values (2)")
+    for name in ("shop@monday", f"shop@{epoch}"):
+        with pool.session(SqlTarget.parse(name)) as old:
+            assert rows(old, "select a from t") == [[{"type": "integer", "value": "1"}]]
+            with pytest.raises(StatementFailed) as caught:
+                run(old, "insert into t(a) values (3)")
+            assert caught.value.code == "SQLITE_READONLY"
