@@ -118,23 +118,24 @@ settings = quire.StoreSettings(
     maintenance=quire.MaintenanceSettings(enabled=False),
     service=quire.ServiceSettings(http_anonymous_writes=True, stop_seconds=1.0),
 )
-with quire.open(sys.argv[1], settings=settings) as store, store.serve_http("127.0.0.1:" + sys.argv[2]) as server:
+with quire.open(sys.argv[1], settings=settings) as store, store.serve_http("127.0.0.1:0") as server:
     print(server.address, flush=True)
     sys.stdin.read()
 """
 
 
-def owner(path: Path, failpoints: str = "", port: int = 0) -> tuple[subprocess.Popen[str], SqlAsker]:
-    """The store, served by a process of its own, which can be killed."""
-
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(path), str(port)],
+@contextmanager
+def owner(path: Path, failpoints: str = "") -> Iterator[SqlAsker]:
+    """The store, served by a process of its own, which may be killed; it has ended behind the block."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, VARIABLE: failpoints},
-    )
-    assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    assert address, process.wait(60)
-    return process, SqlAsker(address)
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield SqlAsker(process.stdout.readline().strip())
+        process.stdin.close()
+        process.wait(120)

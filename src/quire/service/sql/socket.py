@@ -16,6 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -101,9 +102,9 @@ class HranaSocket:
         self._target = target
         await self._reply(p.HelloOk())
 
-    async def _finish(self, number: int, answer: Awaitable[p.WireResponse]) -> None:
+    async def _finish(self, number: int, answer: Callable[[], Awaitable[p.WireResponse]]) -> None:
         try:
-            reply: p.ResponseOk | p.ResponseError = p.ResponseOk(number, await answer)
+            reply: p.ResponseOk | p.ResponseError = p.ResponseOk(number, await answer())
         except (StatementFailed, StreamRefused) as failed:
             extended = failed.extended_code if isinstance(failed, StatementFailed) else ""
             reply = p.ResponseError(number, p.WireError(str(failed), failed.code, extended))
@@ -123,8 +124,8 @@ class HranaSocket:
             await self._send(p.encode(message).decode("utf-8"))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _begin(self, request: p.SocketRequest) -> Awaitable[p.WireResponse]:
-        """What depends on the order of messages is done here; the rest is awaited."""
+    def _begin(self, request: p.SocketRequest) -> Callable[[], Awaitable[p.WireResponse]]:
+        """What depends on the order of messages is done here; what is returned is called for the rest."""
         if self._target is None:
             raise StatementFailed("say hello first, with a token that is valid", "AUTH_FAILED")
         if self._grant.is_expired:
@@ -132,22 +133,23 @@ class HranaSocket:
         match request:
             case p.OpenStreamRequest(stream_id=stream_id):
                 self._open_stream(stream_id, self._target)
-                return _plain("open_stream")
+                return partial(_plain, "open_stream")
             case p.CloseStreamRequest(stream_id=stream_id):
-                return self._close_stream(self._streams.pop(stream_id, None))
+                return partial(self._close_stream, self._streams.pop(stream_id, None))
             case p.StoreSqlRequest(sql_id=sql_id, sql=sql):
                 self._sqls.store(sql_id, sql)
-                return _plain("store_sql")
+                return partial(_plain, "store_sql")
             case p.CloseSqlRequest(sql_id=sql_id):
                 self._sqls.close(sql_id)
-                return _plain("close_sql")
+                return partial(_plain, "close_sql")
             case p.OpenCursorRequest(stream_id=stream_id, cursor_id=cursor_id, batch=batch):
-                return self._open_cursor(self._stream(stream_id), cursor_id, resolved_batch(batch, self._sqls))
+                whole = resolved_batch(batch, self._sqls)
+                return partial(self._open_cursor, self._stream(stream_id), cursor_id, whole)
             case p.FetchCursorRequest(cursor_id=cursor_id, max_count=max_count):
-                return self._fetch(cursor_id, max_count)
+                return partial(self._fetch, cursor_id, max_count)
             case p.CloseCursorRequest(cursor_id=cursor_id):
-                return self._close_cursor(cursor_id)
-        return self._on_stream(self._stream(request.stream_id), resolved(request, self._sqls))
+                return partial(self._close_cursor, cursor_id)
+        return partial(self._on_stream, self._stream(request.stream_id), resolved(request, self._sqls))
 
     def _open_stream(self, stream_id: int, target: SqlTarget) -> None:
         if stream_id in self._streams:
