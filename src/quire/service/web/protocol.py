@@ -228,6 +228,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A whole header."""
+        if name.lower() == b"host" and any(known == b"host" for known, _ in self.headers):
+            error = InvalidInput("the request has two hosts", hint="send one header `Host`")
+            self._refusal = error, HTTPStatus.BAD_REQUEST, ""
+            raise ValueError  # ends the parsing
         super().on_header(name, value)
         self._count_head(len(name) + len(value) + 4)
 
