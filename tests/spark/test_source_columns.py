@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from quire.core.errors import InvalidInput
 from quire.spark.sources import sqlite_columns
 from quire.spark.sources.sqlite_columns import ColumnQuery, cut, gathered, row_batches, texts, windows
-from quire.spark.sources.sqlite_tables import LEAST, MOST, Rowids, find_table
+from quire.spark.sources.sqlite_tables import find_table
+from quire.sqlite.trees import LEAST, MOST, Rowids
 
 WANTED = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("s", pa.string())])
 MAKE = "CREATE TABLE t(id INTEGER PRIMARY KEY, n INTEGER, s TEXT, big BLOB)"

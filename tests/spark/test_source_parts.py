@@ -29,8 +29,8 @@ from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
 from quire.spark.sources.diff import merged
 from quire.spark.sources.sqlite_columns import STEP_ROWS, column, gathered, row_batches
-from quire.spark.sources.sqlite_tables import LEAST, MOST, _varint, rowid_ranges
 from quire.spark.sources.views import DatabaseVersion, ReadAhead, ViewPiece, dealt, opened
+from quire.sqlite.trees import LEAST, MOST, rowid_ranges, varint
 from tests.spark.sourced import QUIET
 
 
@@ -41,7 +41,7 @@ def image_of(rowids: list[int], page_size: int = 512) -> Iterator[tuple[apsw.Con
     connection.executemany("INSERT INTO t VALUES (?, 'some text to fill pages')", [(each,) for each in rowids])
     image = connection.serialize("main")
     root = connection.execute("SELECT rootpage FROM sqlite_schema").get
-    yield connection, lambda page: image[page * page_size : (page + 1) * page_size], root
+    yield connection, lambda page: image[(page - 1) * page_size : page * page_size], root
     connection.close()
 
 
@@ -89,7 +89,7 @@ def test_numbers_of_sqlite_are_read_as_it_writes_them(number: int) -> None:
         digits = [unsigned >> shift & 0x7F for shift in range(49, -1, -7)]
         first = next((place for place, digit in enumerate(digits) if digit), len(digits) - 1)
         written = [0x80 | digit for digit in digits[first:-1]] + [digits[-1]]
-    assert _varint(bytes(written), 0) == number
+    assert varint(bytes(written), 0) == number
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

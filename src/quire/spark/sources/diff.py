@@ -9,8 +9,9 @@ A page row is `page`, `before`, `after`: bodies, NULL where a version has no suc
 
 - Pages that both versions read from the same place are the same, and are not read: places are immutable (M6). Others are
   compared byte by byte: a page that was written again as it was is no difference.
-- Rows are matched by rowid, in tables WITHOUT ROWID by primary key (`_rowid` is NULL then, and one task does it all, in
-  memory). Two rows are the same if SQLite stores the same values: 1 and 1.0 differ.
+- Rows are looked for where pages of the table differ (`sqlite/row_changes.py`), and matched by rowid; in tables WITHOUT ROWID
+  by primary key (`_rowid` is NULL then, and one task does it all, in memory). Two rows are the same if SQLite stores the same
+  values: 1 and 1.0 differ.
 - A column that only one version has counts as NULL in the other. The columns are those of the later version.
 
 Options: `database`, `from`, `to` (the newest version without it), `table`, `columns`, `misfits`, `keep_seconds`, `upload`,
@@ -36,15 +37,14 @@ from quire.spark.sources.base import Options, QuireSource, SourceReader
 from quire.spark.sources.sqlite import connected, find_in
 from quire.spark.sources.sqlite_columns import gathered, row_batches
 from quire.spark.sources.sqlite_tables import (
-    EVERYTHING,
-    Rowids,
     SqliteTable,
     find_table,
     quoted,
-    rowid_ranges,
     table_schema,
 )
 from quire.spark.sources.views import DatabaseVersion, ReadAhead, VersionRequest, opened
+from quire.sqlite.row_changes import Version, changed_rowids
+from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
@@ -69,15 +69,15 @@ _END: KeyedRow = (None, ())
 
 @dataclass(frozen=True, slots=True)
 class DiffPart:
-    """A run of pages, or a range of rowids, of both versions."""
+    """Runs of pages, or ranges of rowids, of both versions."""
 
     before: DatabaseVersion
     after: DatabaseVersion
-    run: tuple[int, int]
+    runs: list[tuple[int, int]]
 
 
 class DiffReader(SourceReader):
-    """Runs of pages as long as chunks, or ranges of rowids of the later version."""
+    """Runs of pages as long as chunks, or ranges of the rowids that may differ."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -92,26 +92,33 @@ class DiffReader(SourceReader):
             (name,) = self.request.names(client)
             before = self.request.version(client, name, self.earlier)
             after = self.request.version(client, name, self.later)
-        runs = self._ranges(after) if self.table else _runs(before, after)
-        return [DiffPart(before, after, run) for run in runs]
+        parts = self._ranges(before, after) if self.table else [[run] for run in _runs(before, after)]
+        return [DiffPart(before, after, runs) for runs in parts]
 
     def lease_of(self, part: DiffPart) -> int:
         return part.after.lease_id
 
-    def _ranges(self, version: DatabaseVersion) -> list[Rowids]:
-        with opened(version) as source, connected(source) as connection:
-            table = find_table(connection, self.table, version.database)
-            if not table.rowid or not table.root:
-                return [EVERYTHING]
-            return rowid_ranges(source.read_page, table.root, self.partitions_max)
+    def _ranges(self, before: DatabaseVersion, after: DatabaseVersion) -> list[list[Rowids]]:
+        """What each task compares."""
+        with opened(before) as old, opened(after) as new, connected(old) as first, connected(new) as second:
+            table = find_table(second, self.table, after.database)
+            ranges = [EVERYTHING]
+            if table.root and (former := _find(first, self.table, before.database)) is not None and former.root:
+                has_rowids = bool(table.rowid and former.rowid)
+                roots, changed = (former.root, table.root), _differing(old, new)
+                versions = Version(old, first), Version(new, second)
+                ranges = changed_rowids(*versions, table.name, roots, changed, has_rowids=has_rowids)
+            if ranges == [EVERYTHING] and table.rowid and table.root:
+                ranges = rowid_ranges(by_number(new), table.root, self.partitions_max)
+        return [ranges[start :: self.partitions_max] for start in range(min(self.partitions_max, len(ranges)))]
 
     def batches(self, part: DiffPart, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with opened(part.before) as before, opened(part.after) as after:
             if not self.table:
-                yield from _page_batches(changed_pages(before, after, *part.run), schema)
+                yield from _page_batches(changed_pages(before, after, *part.runs[0]), schema)
                 return
             with connected(ReadAhead(before)) as first, connected(ReadAhead(after)) as second:
-                rows = changed_rows(first, second, self.table, part.run, self.schema, part.after.database)
+                rows = changed_rows(first, second, self.table, part.runs, self.schema, part.after.database)
                 yield from gathered(row_batches(rows, schema, null_misfits=self.null_misfits))
 
 
@@ -185,6 +192,12 @@ def changed_pages(before: ViewReader, after: ViewReader, start: int, stop: int) 
                 yield page, *pair
 
 
+def _differing(before: ViewReader, after: ViewReader) -> set[int]:
+    """The pages that differ, by SQLite's numbers."""
+    size = max(before.size_pages, after.size_pages)
+    return {page + 1 for page, _, _ in changed_pages(before, after, 0, size)}
+
+
 def _page_batches(rows: Iterator[ChangedPage], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     taken: list[ChangedPage] = []
     size = 0
@@ -205,18 +218,15 @@ def _page_batches(rows: Iterator[ChangedPage], schema: pa.Schema) -> Iterator[pa
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def changed_rows(
-    first: Connection, second: Connection, name: str, rowids: tuple[int, int], schema: StructType, database: str
+    first: Connection, second: Connection, name: str, ranges: list[Rowids], schema: StructType, database: str
 ) -> Iterator[Row]:
     """(change, rowid, values …) of the rows that differ."""
     columns = schema.names[len(ROW_FIELDS) :]
-    later = find_table(second, name, database)
-    try:
-        earlier: SqliteTable | None = find_table(first, name, database)
-    except NotFound:
-        earlier = None
+    later, earlier = find_table(second, name, database), _find(first, name, database)
     if later.rowid and (earlier is None or earlier.rowid):
-        before = iter(()) if earlier is None else _by_rowid(first, earlier, columns, rowids)
-        yield from merged(before, _by_rowid(second, later, columns, rowids))
+        for rowids in ranges:
+            before = iter(()) if earlier is None else _by_rowid(first, earlier, columns, rowids)
+            yield from merged(before, _by_rowid(second, later, columns, rowids))
         return
     if not later.key or (earlier is not None and earlier.key != later.key):
         raise InvalidInput(
@@ -224,6 +234,14 @@ def changed_rows(
         )
     before_rows = {} if earlier is None else dict(_by_key(first, earlier, columns))
     yield from looked_up(before_rows, _by_key(second, later, columns))
+
+
+def _find(connection: Connection, name: str, database: str) -> SqliteTable | None:
+    """The table, if this version has it."""
+    try:
+        return find_table(connection, name, database)
+    except NotFound:
+        return None
 
 
 def merged(before: Iterator[KeyedRow], after: Iterator[KeyedRow]) -> Iterator[Row]:

@@ -67,16 +67,14 @@ from quire.spark.sources.base import LoadWriter, Options, QuireSource
 from quire.spark.sources.sqlite_columns import ColumnQuery, gathered, row_batches, windows
 from quire.spark.sources.sqlite_tables import (
     DATABASE,
-    EVERYTHING,
-    Rowids,
     SqliteTable,
     find_table,
     quoted,
-    rowid_ranges,
     table_schema,
 )
 from quire.spark.sources.views import DatabaseVersion, PiecesReader, ReadAhead, VersionRequest, ViewPiece, dealt, opened
 from quire.sqlite.files import open_reader
+from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
 from quire.sqlite.where_clause import bracketed, check_condition
 
 if TYPE_CHECKING:
@@ -168,7 +166,7 @@ class SqliteReader(PiecesReader):
                 return
             ranges = [EVERYTHING]
             if table.rowid and table.root:
-                ranges = rowid_ranges(source.read_page, table.root, max(2, -(-2 * size // share)))
+                ranges = rowid_ranges(by_number(source), table.root, max(2, -(-2 * size // share)))
         for rowids in ranges:
             yield ViewPiece(version, rowids, size // len(ranges))
 

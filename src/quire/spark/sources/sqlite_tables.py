@@ -1,23 +1,18 @@
-"""A SQLite table as Spark sees it: its columns, their types, whether its rows have rowids, and ranges of those.
+"""A SQLite table as Spark sees it: its columns, their types, and whether its rows have rowids.
 
 - The declared type decides: …INT… is `bigint`; …CHAR…, …CLOB…, …TEXT…, …DATE…, …TIME… and nothing at all are `string`; …BLOB…
   is `binary`; …REAL…, …FLOA…, …DOUB…, NUMERIC and DECIMAL are `double`; …BOOL… is `boolean`. Anything else is `string`.
   SQLite takes it as advice, and stores any value in any column. A schema that the user gives goes before.
 - Columns that SQLite computes are columns like any other; hidden ones of virtual tables are not read.
-- Ranges of rowids are cut at the upper pages of the table's own tree, so that gaps and dense stretches of rowids do no harm;
-  at most `PAGES_MAX` pages are read for that. A page that is not what it should be makes one range of all: SQLite decides
-  what a row is. Views, virtual tables and tables WITHOUT ROWID are read in one piece. The format of pages is SQLite's own
-  (https://www.sqlite.org/fileformat2.html#b_tree_pages).
+- Ranges of rowids are cut at the upper pages of the table's own tree (`sqlite/trees.py`), so that gaps and dense stretches of
+  rowids do no harm. Views, virtual tables and tables WITHOUT ROWID are read in one piece.
 
 Importable on executors. Raises `NotFound` for a table that is not there, `InvalidInput` for a column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from struct import error as StructError  # noqa: N812 - it is a class
-from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.types import (
@@ -31,7 +26,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from quire.core.errors import InvalidInput, NotFound, OutOfRange
+from quire.core.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
@@ -42,20 +37,6 @@ DATABASE = "_database"
 ROWID_NAMES = ("rowid", "_rowid_", "oid")
 
 _HIDDEN = 1
-
-LEAST, MOST = -(2**63), 2**63 - 1
-"""Of rowids."""
-
-Rowids = tuple[int, int]
-"""(first, last), both inclusive."""
-EVERYTHING: Rowids = (LEAST, MOST)
-
-PAGES_MAX = 600
-INTERIOR = 5
-_FIRST_HEADER = 100
-
-Node = tuple[int, int | None]
-"""A page of a table's tree, and the largest rowid below it; `None` for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,80 +147,3 @@ def table_schema(table: SqliteTable, columns: list[str], *, with_database: bool)
 
 def _all(connection: Connection, sql: str, *values: Any) -> list[tuple[Any, ...]]:
     return list(connection.execute(sql, values))
-
-
-# ── ranges of rowids ──────────────────────────────────────────────────────────────────────────────────────────────────
-def rowid_ranges(read_page: Callable[[int], bytes], root: int, wanted: int) -> list[Rowids]:
-    """Ranges of rowids that together are all of them, and take about the same time to read."""
-    cuts = _spread(_cuts(read_page, root, wanted), wanted)
-    firsts = [LEAST, *(cut + 1 for cut in cuts)]
-    return list(zip(firsts, [*cuts, MOST]))
-
-
-def _cuts(read_page: Callable[[int], bytes], root: int, wanted: int) -> list[int]:
-    """The rowids that separate the subtrees of the highest level that has enough of them."""
-    level: list[Node] = [(root, None)]
-    reads = 0
-    while reads + len(level) <= PAGES_MAX:
-        below: list[Node] = []
-        for page, most in level:
-            children = _children(read_page, page, most)
-            if children is None:
-                return _separators(level)
-            below += children
-        reads += len(level)
-        level = below
-        if len(level) >= 4 * wanted:
-            break
-    return _separators(level)
-
-
-def _separators(level: list[Node]) -> list[int]:
-    return [most for _, most in level[:-1] if most is not None and most < MOST]
-
-
-def _children(read_page: Callable[[int], bytes], page: int, most: int | None) -> list[Node] | None:
-    """What an interior page leads to; `None` if it is none."""
-    try:
-        image = read_page(page - 1)
-        at = _FIRST_HEADER if page == 1 else 0
-        kind, _, cells = unpack_from(">BHH", image, at)
-        if kind != INTERIOR:
-            return None
-        children: list[Node] = []
-        for number in range(cells):
-            (cell,) = unpack_from(">H", image, at + 12 + 2 * number)
-            (child,) = unpack_from(">I", image, cell)
-            children.append((child, _varint(image, cell + 4)))
-        (last,) = unpack_from(">I", image, at + 8)
-    except (StructError, IndexError, OutOfRange):
-        return None
-    return [*children, (last, most)]
-
-
-def _varint(image: bytes, at: int) -> int:
-    """A number of SQLite's: seven bits a byte, at most nine bytes, signed.
-
-    >>> _varint(bytes([0x81, 0x00]), 0)
-    128
-    """
-    value = 0
-    for number in range(8):
-        byte = image[at + number]
-        value = value << 7 | byte & 0x7F
-        if byte < 0x80:
-            return value
-    value = value << 8 | image[at + 8]
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _spread(cuts: list[int], wanted: int) -> list[int]:
-    """At most `wanted - 1` of the cuts, evenly.
-
-    >>> _spread([10, 20, 30, 40, 50, 60, 70], 4)
-    [20, 40, 60]
-    """
-    rising = [cut for place, cut in enumerate(cuts) if place == 0 or cut > cuts[place - 1]]
-    if len(rising) < wanted:
-        return rising
-    return [rising[(len(rising) + 1) * number // wanted - 1] for number in range(1, wanted)]
