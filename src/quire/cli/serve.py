@@ -46,7 +46,7 @@ def serve(
         str,
         Option(
             metavar="ADDRESS",
-            help="HOST:PORT or https://HOST:PORT for the dashboard and /metrics.",
+            help="PORT, HOST:PORT, https://HOST:PORT or http+unix:///PATH for SQL clients, the dashboard and /metrics.",
             show_default="none",
         ),
     ] = "",

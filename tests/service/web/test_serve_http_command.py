@@ -48,3 +48,18 @@ def test_the_page_lists_every_address_and_no_other(web: WebServer) -> None:
     listed = set(re.findall(r"^\| `(GET|POST) (/[^`?]*)", text, re.MULTILINE))
     table = {(route.method, route.path) for route in web._web.routes.table}
     assert listed == table | {("GET", "/"), ("GET", "/static/{file}"), ("GET", "/api/events")}
+
+
+def test_commands_that_do_not_serve_load_none_of_it(path: Path) -> None:
+    """uvicorn, starlette and PyJWT take longer to load than `quire ls` takes."""
+    quire.open(path).close()
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "quire", "ls", "--store", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in told.stderr.splitlines()}
+    assert "quire" in loaded
+    assert not loaded & {"uvicorn", "starlette", "uvloop", "httptools", "websockets", "jwt", "cryptography", "anyio"}

@@ -1,7 +1,7 @@
 """Where the HTTP side listens: an address, its socket, its certificate.
 
-Addresses: `HOST:PORT`, `http://HOST:PORT`, `https://HOST:PORT` (an IPv6 address in brackets; port 0 is a free one), and
-`http+unix:///PATH`, a Unix socket of mode 0600: whoever may open it may do everything.
+Addresses: `PORT` (on loopback), `HOST:PORT`, `http://HOST:PORT`, `https://HOST:PORT` (an IPv6 address in brackets; port 0 is a
+free one), and `http+unix:///PATH`, a Unix socket of mode 0600: whoever may open it may do everything.
 
 Raises `InvalidInput` for an address, `InvalidConfig` for certificates.
 """
@@ -18,6 +18,7 @@ from quire.service.server import Credentials
 from quire.service.sockets import SocketPath, binding
 
 HTTP, HTTPS, UNIX = "http", "https", "http+unix"
+LOOPBACK = "127.0.0.1"
 BACKLOG = 128
 TLS_MINIMUM = ssl.TLSVersion.TLSv1_2
 
@@ -36,13 +37,15 @@ class WebAddress:
 def parse_address(address: str) -> WebAddress:
     """What an address means.
 
-    >>> parse_address("127.0.0.1:7448")
+    >>> parse_address("7448")
     WebAddress(scheme='http', host='127.0.0.1', port=7448, path='')
     >>> parse_address("https://[::1]:0")
     WebAddress(scheme='https', host='::1', port=0, path='')
     >>> parse_address("http+unix:///run/quire/web.sock").path
     '/run/quire/web.sock'
     """
+    if address.isascii() and address.isdecimal():
+        address = f"{LOOPBACK}:{address}"
     try:
         parts = urlsplit(address if "://" in address else f"{HTTP}://{address}")
         port = parts.port
@@ -51,7 +54,7 @@ def parse_address(address: str) -> WebAddress:
     if parts.scheme == UNIX and not parts.netloc and parts.path.startswith("/"):
         return WebAddress(UNIX, path=parts.path)
     if parts.scheme not in (HTTP, HTTPS) or not parts.hostname or port is None or parts.path not in ("", "/"):
-        hint = "HOST:PORT, http://HOST:PORT, https://HOST:PORT or http+unix:///PATH"
+        hint = "PORT, HOST:PORT, http://HOST:PORT, https://HOST:PORT or http+unix:///PATH"
         raise InvalidInput("cannot listen there", hint=hint, address=address)
     return WebAddress(parts.scheme, parts.hostname, port)
 
