@@ -101,7 +101,6 @@ class ChunkRecord(Record, frozen=True):
     verify_state: VerifyState = VerifyState.UNVERIFIED
     purge_after_ms: UInt = 0
     changes: bytes = b""
-    """Which pages changed up to this base, for a while (`pages/changes.py`)."""
 
 
 class DeltaRecord(Record, frozen=True):
@@ -527,11 +526,10 @@ class TimelineRecord(Record, frozen=True):
 
 
 class ReplicaPositionRecord(Record, frozen=True):
-    """What a frame number means that an embedded replica was given: a version of one history of its database (W6)."""
+    """What a frame number means that an embedded replica was given: a version, in a range of the timeline (W6)."""
 
     lsn: UInt
     range_start: UInt
-    """First number of the range that the store was in then: of another range it is another history."""
     at_ms: UInt
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import quire
 from quire.durable.failpoints import arm_from
+from quire.service.replicas import frames
+from quire.service.replicas.routes import ReplicaPart
 
 
 class Servant:
@@ -21,6 +23,7 @@ class Servant:
         self.store = quire.open(directory, settings=settings)
         self.web = self.store.serve_http(address)
         self.connections: dict[str, Any] = {}
+        self.marks = 0
 
     def hello(self) -> dict[str, str]:
         with open(f"{self.store.path}/admin.token") as file:
@@ -42,21 +45,51 @@ class Servant:
         getattr(self.store, kind)(name)
         self.store.maintain()
 
+    def create(self, name: str) -> None:
+        self.store.create(name, "pages")
+
+    def vacuum(self, name: str) -> None:
+        self.connections[name].execute("VACUUM")
+
+    def mark(self, name: str) -> None:
+        """What `rewind` goes back to."""
+        self.marks += 1
+        self.store.snapshot(name, f"mark-{self.marks}")
+
+    def rewind(self, name: str) -> None:
+        """The database as it was at the last mark takes its place."""
+        former = f"{name}-of-{self.store.database(name).db_id}"
+        self._close(name)
+        self.store.rename(name, former)
+        self.store.fork(former, name, at=f"mark-{self.marks}")
+
+    def replace_by_fork(self, name: str) -> None:
+        """A fork of the database takes its place, with the same content."""
+        self._close(name)
+        former = f"{name}-of-{self.store.database(name).db_id}"
+        self.store.rename(name, former)
+        self.store.fork(former, name)
+
+    def _close(self, name: str) -> None:
+        connection = self.connections.pop(name, None)
+        if connection is not None:
+            connection.close()
+
     def fork(self, name: str, new_name: str) -> None:
         self.store.fork(name, new_name)
 
     def drop(self, name: str) -> None:
-        connection = self.connections.pop(name, None)
-        if connection is not None:
-            connection.close()
+        self._close(name)
         self.store.drop(name)
 
-    def rename(self, old: str, new: str) -> None:
-        for name in (old, new):
-            connection = self.connections.pop(name, None)
-            if connection is not None:
-                connection.close()
-        self.store.rename(old, new)
+    def let_go(self) -> None:
+        """No version is held for replicas any more, as after a minute."""
+        for part in self.web._web.parts:
+            if isinstance(part, ReplicaPart):
+                part._held.close()
+
+    def cut_frames_at(self, frames_max: int) -> None:
+        frames.FRAMES_MAX = frames_max
 
     def arm(self, name: str, script: str) -> None:
         arm_from(f"{name}={script}")

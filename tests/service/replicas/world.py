@@ -52,10 +52,19 @@ class ServedStore:
         rows: list[Any] = self.do("sql", name, *statements)
         return rows
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
         self.wait()
+
+    def arm(self, name: str, script: str) -> None:
+        """Have it die, or fail, at a point."""
+        self.do("arm", name, script)
 
     def wait(self) -> int:
         """Wait until it has died, or ended."""

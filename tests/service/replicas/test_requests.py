@@ -1,0 +1,361 @@
+"""Requests of replicas, byte by byte: what they get, and what wrong ones get."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroaring import BitMap
+
+from quire.core.errors import InvalidInput, QuireError
+from quire.service.replicas import frames, routes
+from quire.service.replicas.positions import STEP, tag_of
+from quire.service.replicas.protobuf import bytes_field, number_field, read_message, varint
+from quire.service.replicas.pull_messages import read_request
+from quire.service.replicas.pulls import history_of
+from quire.service.replicas.revisions import HistoryId, Revision
+from quire.service.web.server import WebServer
+from quire.store.store import Store
+from tests.service.web.world import Asker, Told, admin, web_served
+
+PAGE = 4096
+FRAME = 24 + PAGE
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[tuple[Store, WebServer]]:
+    with web_served(tmp_path / "store") as pair:
+        _sql(pair[0], "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
+        yield pair
+
+
+@pytest.fixture
+def store(both: tuple[Store, WebServer]) -> Store:
+    return both[0]
+
+
+@pytest.fixture
+def boss(both: tuple[Store, WebServer]) -> Asker:
+    return admin(both[1], both[0])
+
+
+def _sql(store: Store, *statements: str, name: str = "shop") -> None:
+    with closing(store.sqlite(name, create=True)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def _fill(store: Store, rows: int, name: str = "shop") -> None:
+    with closing(store.sqlite(name, create=True)) as connection, connection:
+        connection.executemany("INSERT INTO t VALUES (randomblob(3000))", [()] * rows)
+
+
+# ── Turso ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Pulled:
+    """What an answer to a pull says."""
+
+    def __init__(self, told: Told) -> None:
+        assert told.status == 200, told.body
+        parts, at = [], 0
+        while at < len(told.body):
+            size = shift = 0
+            while True:
+                byte = told.body[at]
+                size |= (byte & 0x7F) << shift
+                shift, at = shift + 7, at + 1
+                if byte < 0x80:
+                    break
+            parts.append(read_message(told.body[at : at + size]))
+            at += size
+        header, *pages = parts
+        assert header[3] == b"", "pages are sent as they are"
+        self.revision = bytes(header[1]).decode()  # type: ignore[arg-type]
+        self.size = header.get(2, 0)
+        self.pages = {int(page.get(1, 0)): page[2] for page in pages}
+        assert len(self.pages) == len(pages)
+
+
+def _ask(
+    asker: Asker, *, at: str = "", since: str = "", pages: object = None, poll_ms: int = 0, name: str = "shop"
+) -> Told:
+    selector = BitMap(pages).serialize() if pages is not None else b""  # type: ignore[arg-type]
+    body = (
+        bytes_field(2, at.encode())
+        + bytes_field(3, since.encode())
+        + number_field(4, poll_ms)
+        + (bytes_field(5, selector) if selector else b"")
+    )
+    return asker.ask("POST", f"/db/{name}/pull-updates", body)
+
+
+def _pages(store: Store, name: str = "shop") -> dict[int, bytes]:
+    with store.pages.open(name).open_snapshot() as reader:
+        return dict(reader.scan())
+
+
+def test_a_first_pull_has_every_page_and_a_second_one_none(store: Store, boss: Asker) -> None:
+    _fill(store, 20)
+    first = Pulled(_ask(boss))
+    assert first.pages == _pages(store)
+    assert first.size == len(first.pages)
+    again = Pulled(_ask(boss, since=first.revision))
+    assert (again.pages, again.revision, again.size) == ({}, first.revision, first.size)
+    _sql(store, "INSERT INTO t VALUES (2)")
+    more = Pulled(_ask(boss, since=first.revision))
+    assert {**first.pages, **more.pages} == _pages(store)
+    assert 0 < len(more.pages) < 4
+    assert 0 in more.pages
+
+
+def test_selected_pages_are_those_of_the_version_that_is_named(store: Store, boss: Asker) -> None:
+    _fill(store, 20)
+    before, first = _pages(store), Pulled(_ask(boss, pages=range(3)))
+    assert set(first.pages) == {0, 1, 2}
+    _sql(store, "UPDATE t SET a = 0")
+    store.checkpoint("shop")
+    wanted = range(2, 9)
+    assert Pulled(_ask(boss, at=first.revision, pages=wanted)).pages == {page: before[page] for page in wanted}
+    beyond = Pulled(_ask(boss, at=first.revision, pages=[1, 4_000_000_000]))
+    assert set(beyond.pages) == {1}, "of pages that the version does not have there are none"
+
+
+def test_a_version_that_is_gone_is_refused_if_a_wanted_page_has_changed(
+    store: Store, both: tuple[Store, WebServer], boss: Asker
+) -> None:
+    _fill(store, 20)
+    store.checkpoint("shop")
+    first = Pulled(_ask(boss, pages=[0]))
+    _sql(store, "UPDATE t SET a = zeroblob(3000) WHERE rowid = 20")
+    (part,) = [part for part in both[1]._web.parts if isinstance(part, routes.ReplicaPart)]
+    part._held.close()
+    store.checkpoint("shop")
+    changed = set(Pulled(_ask(boss, since=first.revision)).pages)
+    same = set(range(20)) - changed
+    assert Pulled(_ask(boss, at=first.revision, pages=same)).pages == {page: _pages(store)[page] for page in same}
+    told = _ask(boss, at=first.revision, pages=[*same, *changed])
+    assert (told.status, told.json["error"]) == (404, "SnapshotGone")
+
+
+def test_a_pull_waits_for_a_change_as_long_as_it_is_told_to(store: Store, boss: Asker) -> None:
+    first = Pulled(_ask(boss))
+    assert Pulled(_ask(boss, since=first.revision, poll_ms=50)).pages == {}
+    _sql(store, "INSERT INTO t VALUES (3)")
+    assert Pulled(_ask(boss, since=first.revision, poll_ms=60_000)).pages
+
+
+def test_a_revision_of_another_database_brings_every_page(store: Store, boss: Asker) -> None:
+    first = Pulled(_ask(boss))
+    store.fork("shop", "fork")
+    with store.manifest.read() as txn:
+        other = HistoryId.of(txn, store.database("fork").db_id)
+    assert Revision.parse(first.revision).history != other
+    told = Pulled(_ask(boss, since=first.revision, name="fork"))
+    assert told.pages == _pages(store, "fork")
+    assert Revision.parse(told.revision) == Revision(other, Revision.parse(first.revision).lsn), "of the same lsn"
+    assert _ask(boss, at=first.revision, pages=[0], name="fork").status == 409
+
+
+def test_wrong_pulls_are_refused(store: Store, boss: Asker, both: tuple[Store, WebServer]) -> None:
+    revision = Pulled(_ask(boss)).revision
+    for wrong in ("x", revision[:-1], revision.replace("1-", "2-", 1), revision + "0", "1-" * 60):
+        for field in ("since", "at"):
+            told = _ask(boss, **{field: wrong})  # type: ignore[arg-type]
+            assert (told.status, told.json["error"]) == (400, "InvalidInput"), wrong
+    for body in (b"\xff", b"\x1a\x7fabc", b"\x08", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", b"\x07"):
+        assert boss.ask("POST", "/db/shop/pull-updates", body).status == 400, body
+    assert boss.ask("POST", "/db/shop/pull-updates", bytes_field(5, b"\x3a\x30\x00\x00\x01")).status == 400
+    assert boss.ask("POST", "/db/shop/pull-updates", bytes(2 << 20)).status == 413
+    assert boss.ask("POST", "/db/none/pull-updates", b"").status == 404
+    assert boss.ask("POST", "/db/shop@1/pull-updates", b"").status == 400
+    assert boss.ask("GET", "/db/shop/pull-updates").status == 405
+    stranger = Asker(both[1].address, "not-a-token-of-this-store")
+    for method, path in (
+        ("POST", "/db/shop/pull-updates"),
+        ("GET", "/db/shop/info"),
+        ("GET", "/db/shop/export/1"),
+        ("GET", "/db/shop/sync/1/1/2"),
+    ):
+        assert stranger.ask(method, path, b"" if method == "POST" else None).status == 401
+
+
+def test_other_page_sizes_are_refused_with_a_way_out(store: Store, boss: Asker) -> None:
+    with closing(store.sqlite("wide", create=True, page_size=8192)) as connection:
+        connection.execute("CREATE TABLE t(a)")
+    told = _ask(boss, name="wide")
+    assert (told.status, "4,096" in told.json["message"]) == (400, True)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
+    try:
+        request = read_request(data)
+    except InvalidInput:
+        return
+    assert len(request.at) <= 256
+
+
+@given(st.dictionaries(st.integers(1, 1 << 28), st.one_of(st.integers(1, (1 << 64) - 1), st.binary(max_size=300))))
+def test_messages_come_back_as_they_were_written(fields: dict[int, int | bytes]) -> None:
+    data = b"".join(
+        number_field(number, value) if isinstance(value, int) else bytes_field(number, value)
+        for number, value in fields.items()
+    )
+    assert read_message(data) == fields
+    for cut in range(len(data)):
+        try:
+            part = read_message(data[:cut])
+        except QuireError:
+            continue
+        assert all(fields[number] == value for number, value in part.items())
+
+
+@given(st.text("0123456789abcdef", min_size=32, max_size=32), st.integers(1, 2**32 - 1), st.integers(0, 2**53))
+def test_a_revision_is_read_as_it_was_written_and_not_with_one_character_changed(
+    store_id: str, db_id: int, number: int
+) -> None:
+    revision = Revision(HistoryId(store_id, db_id, number), number * 7 % 2**53)
+    text = str(revision)
+    assert Revision.parse(text) == revision
+    for place in range(len(text)):
+        wrong = text[:place] + ("0" if text[place] != "0" else "1") + text[place + 1 :]
+        with pytest.raises(InvalidInput):
+            Revision.parse(wrong)
+
+
+# ── libSQL ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _frames(told: Told) -> tuple[dict[int, bytes], int]:
+    """(page → image, size of the database at the end) of frames, of which only the last ends a transaction."""
+    assert told.status == 200, told.body
+    assert told.body
+    assert len(told.body) % FRAME == 0
+    pages, sizes = {}, []
+    for at in range(0, len(told.body), FRAME):
+        page, size = struct.unpack_from(">II", told.body, at)
+        pages[page - 1] = told.body[at + 24 : at + FRAME]
+        sizes.append(size)
+    assert not any(sizes[:-1])
+    return pages, sizes[-1]
+
+
+def _generation(boss: Asker, name: str = "shop") -> int:
+    number: int = boss.ask("GET", f"/db/{name}/info").json["current_generation"]
+    return number
+
+
+def _as_log(pages: dict[int, bytes]) -> dict[int, bytes]:
+    return {**pages, 0: frames.with_log(pages[0])}
+
+
+def test_an_export_and_frames_give_the_database(store: Store, boss: Asker) -> None:
+    _fill(store, 20)
+    generation = _generation(boss)
+    assert _generation(boss) == generation, "it is the same for a while"
+    exported = boss.ask("GET", f"/db/shop/export/{generation}").body
+    assert exported == b"".join(_as_log(_pages(store)).values())
+    told = boss.ask("GET", f"/db/shop/sync/{generation}/1/129")
+    assert (told.status, told.json) == (400, {"generation": generation}), "nothing new"
+    _sql(store, "INSERT INTO t VALUES (2)")
+    pages, size = _frames(boss.ask("GET", f"/db/shop/sync/{generation}/1/129"))
+    assert size == len(_pages(store))
+    assert 0 < len(pages) < 4
+    replica = {page: exported[page * PAGE : (page + 1) * PAGE] for page in range(len(exported) // PAGE)}
+    assert {**replica, **pages} == _as_log(_pages(store))
+
+
+def test_a_long_answer_is_cut_and_its_version_held_until_the_rest_is_fetched(
+    store: Store, boss: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "FRAMES_MAX", STEP)
+    generation = _generation(boss)
+    _fill(store, 200)
+    wanted = _as_log(_pages(store))
+    pages, size, at, answers = dict[int, bytes](), 0, 0, 0
+    while not size:
+        told = boss.ask("GET", f"/db/shop/sync/{generation}/{at + 1}/{at + 129}")
+        assert len(told.body) <= STEP * FRAME
+        more, size = _frames(told)
+        pages |= more
+        at, answers = at + len(told.body) // FRAME, answers + 1
+        _sql(store, "UPDATE t SET a = randomblob(3000) WHERE rowid % 7 = 0")
+        store.checkpoint("shop")
+    assert answers > 2
+    assert (pages, size) == (wanted, len(wanted)), "of one version, whatever was written meanwhile"
+    pages, size = {}, 0
+    while not size:
+        told = boss.ask("GET", f"/db/shop/sync/{generation}/{at + 1}/{at + 129}")
+        more, size = _frames(told)
+        pages |= more
+        at += len(told.body) // FRAME
+    assert {**wanted, **pages} == _as_log(_pages(store))
+
+
+def test_two_replicas_with_long_answers_do_not_get_each_others_rest(
+    store: Store, boss: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "FRAMES_MAX", 2 * STEP)
+    generation = _generation(boss)
+    _fill(store, 150)
+    states = []
+    for _ in range(2):
+        told = boss.ask("GET", f"/db/shop/sync/{generation}/1/129")
+        states.append((_frames(told)[0], len(told.body) // FRAME, _as_log(_pages(store))))
+        _fill(store, 30)
+        _sql(store, "UPDATE t SET a = zeroblob(3000) WHERE rowid < 60")
+    assert states[0][1] != states[1][1], "they are cut at different numbers"
+    for pages, at, wanted in states:
+        size, reached, got = 0, at, dict(pages)
+        while not size:
+            told = boss.ask("GET", f"/db/shop/sync/{generation}/{reached + 1}/{reached + 129}")
+            more, size = _frames(told)
+            got |= more
+            reached += len(told.body) // FRAME
+        assert got == wanted
+
+
+def test_wrong_positions_are_answered_with_another_generation_or_refused(store: Store, boss: Asker) -> None:
+    generation = _generation(boss)
+    tag = tag_of(history_of(store.manifest, store.database("shop").db_id))
+    assert generation & 0xFF == tag
+    for position in (f"{generation}/6/134", f"{generation + 1}/1/129", "7/8/136"):
+        told = boss.ask("GET", f"/db/shop/sync/{position}")
+        number = told.json["generation"]
+        assert (told.status, number & 0xFF) == (400, tag)
+        assert int(position.partition("/")[0]) < number
+        pages, size = _frames(boss.ask("GET", f"/db/shop/sync/{number}/1/129"))
+        assert pages == _as_log(_pages(store)), "there it gets every page"
+        assert size == len(pages)
+    interrupted = boss.ask("GET", f"/db/shop/sync/{generation}/{STEP + 1}/200")
+    assert (interrupted.status, interrupted.json["error"]) == (409, "Conflict")
+    for wrong in ("0/1/2", f"{generation}/0/2", f"{2**40}/1/2", f"{generation}/{2**40}/2"):
+        assert boss.ask("GET", f"/db/shop/sync/{wrong}").status == 400, wrong
+    for wrong in ("x/1/2", "-1/1/2", f"{generation}/1", f"{generation}/1/2/3"):
+        assert boss.ask("GET", f"/db/shop/sync/{wrong}").status in (404, 405), wrong
+    assert boss.ask("GET", f"/db/shop/export/{generation + 256}").status == 400
+    assert boss.ask("GET", f"/db/shop/export/{generation ^ 1}").status == 400
+    pushed = boss.ask("POST", f"/db/shop/sync/{generation}/1/2", bytes(FRAME))
+    assert (pushed.status, "offline" in json.loads(pushed.body)["message"]) == (501, True)
+
+
+def test_too_many_answers_at_once_are_refused_and_counted(
+    store: Store, both: tuple[Store, WebServer], boss: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "STREAMS_MAX", 0)
+    assert _ask(boss).status == 503
+    assert not store.pages.readers(store.database("shop").db_id), "no version stays open"
+    assert both[1]._web.context.limits.counts()["replica_streams"] == 1
+
+
+def test_what_was_sent_is_counted(store: Store, boss: Asker) -> None:
+    Pulled(_ask(boss))
+    figures = boss.ask("GET", "/metrics").body.decode()
+    assert f"quire_replica_pages_sent_total {len(_pages(store))}.0" in figures
+
+
+def test_varints_of_the_protocol() -> None:
+    assert [varint(value).hex() for value in (0, 1, 127, 128, 300)] == ["00", "01", "7f", "8001", "ac02"]
