@@ -24,7 +24,7 @@ LAYERS = [
     {"service"},
     {"spark"},
     {"store"},
-    {"cli", "testing"},
+    {"cli", "testing", "django", "integrations"},
     {"__main__"},
 ]
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}

@@ -189,7 +189,7 @@ class Wire:
         self.cursor, self.get_autocommit = below.cursor, below.get_autocommit
         self.changes, self.total_changes = below.changes, below.total_changes
         self.last_insert_rowid, self.interrupt = below.last_insert_rowid, below.interrupt
-        self.script, self.prepare, self.close = below.script, below.prepare, below.close
+        self.script, self.close = below.script, below.close
         self._below = below
 
     def examine(

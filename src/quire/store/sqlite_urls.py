@@ -16,8 +16,11 @@ Threads: any. Raises errors of PEP 249 with SQLite's codes: `SQLITE_CANTOPEN`, `
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import parse_qsl, unquote
@@ -34,6 +37,8 @@ from quire.store.store import Mode, Store
 SCHEME = "quire:"
 SQLITE_CANTOPEN, SQLITE_BUSY = 14, 5
 _HEADER = b"SQLite format 3\0"
+_holding = threading.Lock()
+_held: dict[str, Store] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,25 @@ def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
     except BaseException:
         release()
         raise
+
+
+@contextmanager
+def shared_store(root: str) -> Iterator[Store]:
+    """The store that connections to this path share, as its owner, for a while."""
+    store, release = acquire(root, "rw", _open_store, create=True)
+    try:
+        yield store
+    finally:
+        release()
+
+
+def hold_store(root: str) -> None:
+    """Keep a store open until this process ends: for programs that close their last connection now and then."""
+    with _holding:
+        key = os.path.realpath(root)
+        if key not in _held or not _held[key].is_open:
+            _held[key], release = acquire(root, "rw", _open_store, create=True)
+            atexit.register(release)
 
 
 def _open_store(path: str, mode: Mode, create: bool) -> Store:

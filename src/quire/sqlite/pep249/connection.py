@@ -138,8 +138,10 @@ class Connection:
         if not isinstance(sql, str):
             raise TypeError(f"argument 1 must be str, not {type(sql).__name__}")
         self._require_length(sql)
+        self._local("a prepared statement")
+        assert isinstance(self._driver, LocalDriver)
         with TRANSLATED:
-            self._require().prepare(sql)
+            self._driver.prepare(sql)
         return object.__new__(PreparedStatement)  # past its own refusal
 
     # ── transactions ──────────────────────────────────────────────────────────────────────────────────────────────────

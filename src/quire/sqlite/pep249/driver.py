@@ -86,9 +86,6 @@ class Driver(Protocol):
         """`execute` or `executemany` of a statement that is seen for the first time: `prepared` is called between preparing
         and running it, and may raise, or begin a transaction."""
 
-    def prepare(self, sql: str) -> None:
-        """Find mistakes in a statement."""
-
     def script(self, sql: str) -> None:
         """Run all statements, and drop their rows."""
 

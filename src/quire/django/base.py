@@ -1,0 +1,80 @@
+"""Django's database backend: `{"ENGINE": "quire.django", "NAME": "store/shop"}`.
+
+It is Django's own backend for SQLite over `quire.sqlite.dbapi`. `NAME` is a path of a store and a database in it, or a URL
+(`quire:///store/shop?at=monday`). The store stays open until the process ends, since Django closes its connections with each
+request.
+
+Threads: as Django's connections: one each.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from collections.abc import Callable, Iterable, Mapping
+from itertools import tee
+from typing import Any
+
+from django.db.backends.sqlite3 import base
+from django.db.backends.sqlite3._functions import register as register_functions
+from django.utils.dateparse import parse_date, parse_datetime, parse_time
+
+from quire.django.creation import DatabaseCreation, database_path
+from quire.sqlite import dbapi
+from quire.store.sqlite_urls import hold_store
+
+
+def _of_text(parse: Callable[[str], Any]) -> Callable[[bytes], Any]:
+    return lambda value: parse(value.decode())
+
+
+for _name, _parse in (("date", parse_date), ("time", parse_time), ("datetime", parse_datetime)):
+    dbapi.register_converter(_name, _of_text(_parse))
+dbapi.register_converter("timestamp", _of_text(parse_datetime))
+dbapi.register_converter("bool", b"1".__eq__)
+dbapi.register_adapter(decimal.Decimal, str)
+dbapi.register_adapter(dt.date, dt.date.isoformat)
+
+
+class CursorWrapper(dbapi.Cursor):
+    """Django writes `%s` and `%(name)s` where SQLite has `?` and `:name`."""
+
+    def execute(self, query: str, params: Any = None) -> Any:
+        """Run one statement."""
+        if params is None:
+            return super().execute(query)
+        return super().execute(_converted(query, params), params)
+
+    def executemany(self, query: str, param_list: Iterable[Any]) -> Any:
+        """Run one statement for each of these."""
+        first, rows = tee(iter(param_list))
+        return super().executemany(_converted(query, next(first, ())), rows)
+
+
+def _converted(query: str, params: Any) -> str:
+    if isinstance(params, Mapping):
+        return query % {name: f":{name}" for name in params}
+    return base.FORMAT_QMARK_REGEX.sub("?", query).replace("%%", "%")
+
+
+class DatabaseWrapper(base.DatabaseWrapper):
+    """One of Django's connections."""
+
+    display_name = "SQLite on quire"
+    Database = dbapi
+    creation_class = DatabaseCreation
+
+    def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
+        """A connection to the store's database, as Django wants it."""
+        connection = dbapi.connect(**conn_params)
+        if not self.is_in_memory_db() and not (path := database_path(conn_params["database"])).is_read_only:
+            hold_store(path.root)
+        register_functions(connection)
+        connection.execute("PRAGMA foreign_keys = ON")
+        for command in filter(None, map(str.strip, self.init_commands)):
+            connection.execute(command)
+        return connection
+
+    def create_cursor(self, name: str | None = None) -> Any:  # noqa: ARG002 - Django's signature
+        """A cursor that takes Django's placeholders."""
+        return self.connection.cursor(factory=CursorWrapper)

@@ -1,0 +1,113 @@
+"""SQLAlchemy dialects: `quire:///store/shop?at=monday`, `quire+aiosqlite:///store/shop`, `quire+http://host:7448/shop`.
+
+To SQLAlchemy and Alembic they are SQLite (`dialect.name`), so types, DDL, `INSERT … ON CONFLICT` and batch migrations are those
+of SQLite. After three slashes a path is relative, after four it is absolute. Parameters of the URL that are sqlite3's
+(`timeout`, `isolation_level` …) go to `connect`; `at`, `epoch`, `time` and `mode` say which version is opened.
+
+SQLAlchemy finds them by entry points; nothing of quire is loaded before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import aiosqlite
+from sqlalchemy import util
+from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_dbapi, SQLiteDialect_aiosqlite
+from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
+from sqlalchemy.engine.url import URL
+
+from quire.integrations import aio
+from quire.sqlite import dbapi
+
+_OPTIONS = {
+    "timeout": float,
+    "isolation_level": str,
+    "detect_types": int,
+    "check_same_thread": bool,
+    "cached_statements": int,
+}
+"""Parameters of a URL that `connect` takes."""
+
+
+def connect_arguments(url: URL) -> tuple[list[str], dict[str, Any]]:
+    """What `connect` is called with."""
+    options: dict[str, Any] = {}
+    for name, kind in _OPTIONS.items():
+        util.coerce_kw_type(dict(url.query), name, kind, dest=options)
+    rest = {name: value for name, value in url.query.items() if name not in _OPTIONS}
+    query = f"?{urlencode(rest)}" if rest else ""
+    if url.host:
+        port = f":{url.port}" if url.port else ""
+        scheme = url.drivername.partition("+")[2]
+        return [f"quire+{scheme}://{url.host}{port}/{quote(url.database or '')}{query}"], options
+    if not url.database or url.database == ":memory:":
+        return [":memory:"], options
+    options.setdefault("check_same_thread", False)  # a pool hands a connection from thread to thread, one at a time
+    return [f"quire:///{quote(url.database)}{query}"], options
+
+
+class QuireDialect(SQLiteDialect_pysqlite):
+    """`quire://`: a database of a store."""
+
+    driver = "quire"
+    supports_statement_cache = True
+
+    @classmethod
+    def import_dbapi(cls) -> Any:
+        """The module of PEP 249."""
+        return dbapi
+
+    def create_connect_args(self, url: URL) -> Any:
+        """From the engine's URL."""
+        return connect_arguments(url)
+
+
+class QuireServerDialect(QuireDialect):
+    """`quire+http://`: a database of a store that another process serves. Functions of Python's are not possible there."""
+
+    driver = "http"
+    supports_statement_cache = True
+
+    def on_connect(self) -> Any:
+        """Nothing: SQLAlchemy would register functions of Python's."""
+        return None
+
+
+class _AsyncModule(AsyncAdapt_aiosqlite_dbapi):
+    """aiosqlite, whose connections are ours."""
+
+    def _init_dbapi_attributes(self) -> None:
+        names = (
+            "DatabaseError",
+            "Error",
+            "IntegrityError",
+            "NotSupportedError",
+            "OperationalError",
+            "ProgrammingError",
+        )
+        versions = ("sqlite_version", "sqlite_version_info", "PARSE_COLNAMES", "PARSE_DECLTYPES", "Binary")
+        for name in (*names, *versions):
+            setattr(self, name, getattr(dbapi, name))
+
+    def connect(self, *arguments: Any, **options: Any) -> Any:
+        """A connection on a thread of its own."""
+        options.setdefault("async_creator_fn", aio.connect_daemon)
+        return super().connect(*arguments, **options)
+
+
+class QuireAsyncDialect(SQLiteDialect_aiosqlite):
+    """`quire+aiosqlite://`: the same for asyncio."""
+
+    driver = "aiosqlite"
+    supports_statement_cache = True
+
+    @classmethod
+    def import_dbapi(cls) -> Any:
+        """The module of PEP 249, as SQLAlchemy adapts it."""
+        return _AsyncModule(aiosqlite, dbapi)
+
+    def create_connect_args(self, url: URL) -> Any:
+        """From the engine's URL."""
+        return connect_arguments(url)

@@ -1,0 +1,109 @@
+"""A Django project on a store: migrations, the ORM, the test runner and the command, in a process of its own each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+
+SETTINGS = """
+SECRET_KEY = "x"
+DATABASES = {"default": {"ENGINE": "quire.django", "NAME": "store/shop"}}
+INSTALLED_APPS = ["quire.django", "shop"]
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+TEST_RUNNER = "quire.django.runner.ForkingRunner"
+USE_TZ = True
+"""
+MODELS = """
+from django.db import models
+class Item(models.Model):
+    name = models.CharField(max_length=20, unique=True)
+    price = models.DecimalField(max_digits=8, decimal_places=2)
+    seen = models.DateTimeField(auto_now_add=True)
+    sold = models.BooleanField(default=False)
+"""
+TESTS = """
+import datetime, decimal
+from django.db import IntegrityError, connection, transaction
+from django.test import TestCase, TransactionTestCase
+from shop.models import Item
+
+class Types(TestCase):
+    def test_values_come_back_as_they_were(self):
+        Item.objects.create(name="100% tea", price="4.50")
+        item = Item.objects.get(name__contains="%")
+        self.assertEqual((item.price, item.sold), (decimal.Decimal("4.50"), False))
+        self.assertIsInstance(item.seen, datetime.datetime)
+        with self.assertRaises(IntegrityError), transaction.atomic():
+            Item.objects.create(name="100% tea", price=1)
+        self.assertEqual(Item.objects.filter(name__regex="^100").count(), 1)
+
+class LeavesRows(TransactionTestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        with connection.cursor() as cursor:
+            cursor.execute("create table leftover(a)")
+            cursor.execute("insert into shop_item(name, price, seen, sold) values (%s, 1, '2026-01-01', 0)", ["kept"])
+    def test_its_rows_are_there(self):
+        self.assertEqual(Item.objects.count(), 1)
+
+class SeesNothing(TransactionTestCase):
+    def test_of_what_another_class_has_left(self):
+        self.assertEqual(Item.objects.count(), 0)
+        self.assertNotIn("leftover", connection.introspection.table_names())
+"""
+MANAGE = """
+import os, sys
+os.environ["DJANGO_SETTINGS_MODULE"] = "settings"
+from django.core.management import execute_from_command_line
+execute_from_command_line(sys.argv)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "shop" / "migrations").mkdir(parents=True)
+    files = {
+        "settings.py": SETTINGS,
+        "manage.py": MANAGE,
+        "shop/__init__.py": "",
+        "shop/models.py": MODELS,
+        "shop/tests.py": TESTS,
+        "shop/migrations/__init__.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    manage(tmp_path, "makemigrations", "shop")
+    manage(tmp_path, "migrate")
+    return tmp_path
+
+
+def manage(project: Path, *arguments: str) -> str:
+    command = [sys.executable, "manage.py", *arguments]
+    ended = subprocess.run(
+        command, cwd=project, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+CREATE = "from shop.models import Item; Item.objects.create(name='tea', price=4)"
+COUNT = "from shop.models import Item; print('items:', Item.objects.count())"
+
+
+@pytest.mark.slow
+def test_a_project_migrates_tests_and_branches(project: Path) -> None:
+    manage(project, "shell", "-c", CREATE)
+    assert "items: 1" in manage(project, "shell", "-c", COUNT)
+    said = manage(project, "test", "-v", "2")
+    assert "Ran 3 tests" in said
+    assert "OK" in said
+    assert '"NAME": "store/what_if"' in manage(project, "quire_branch", "what_if")
+    with quire.open(project / "store") as store:
+        assert sorted(info.name for info in store.databases()) == ["shop", "what_if"]

@@ -1,0 +1,177 @@
+"""SQLAlchemy, Alembic, SQLModel and aiosqlite on a store, each by its one line of configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import aiosqlite
+import alembic.command
+import pytest
+import sqlalchemy as sa
+from alembic.config import Config
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.ext.asyncio import create_async_engine
+
+import quire
+from quire.integrations import aio
+from quire.integrations.sqlalchemy import QuireServerDialect, connect_arguments
+
+ITEMS = sa.Table(
+    "items", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("name", sa.String(20))
+)
+
+
+def fill(engine: sa.Engine, *names: str) -> None:
+    with engine.begin() as connection:
+        ITEMS.metadata.create_all(connection)
+        connection.execute(ITEMS.insert(), [{"name": name} for name in names])
+
+
+def names_of(url: str) -> list[str]:
+    engine = sa.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            return list(connection.scalars(sa.select(ITEMS.c.name).order_by(ITEMS.c.id)))
+    finally:
+        engine.dispose()
+
+
+def test_an_engine_is_one_url_and_a_snapshot_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = sa.create_engine("quire:///store/shop?timeout=2.5")
+    assert isinstance(engine.pool, sa.QueuePool)
+    assert engine.dialect.name == "sqlite"
+    fill(engine, "tea", "milk")
+    with engine.begin() as connection:
+        again = insert(ITEMS).values(id=1, name="coffee")
+        connection.execute(again.on_conflict_do_update(index_elements=["id"], set_={"name": again.excluded.name}))
+    engine.dispose()
+    with quire.open("store") as store:
+        store.snapshot("shop", "monday")
+    engine = sa.create_engine(f"quire:///{tmp_path}/store/shop")
+    with engine.begin() as connection:
+        connection.execute(ITEMS.delete())
+    engine.dispose()
+    assert names_of("quire:///store/shop") == []
+    assert names_of("quire:///store/shop?at=monday") == ["coffee", "milk"]
+
+
+def test_asyncio(tmp_path: Path) -> None:
+    async def run() -> list[str]:
+        engine = create_async_engine(f"quire+aiosqlite:///{tmp_path}/store/shop")
+        async with engine.begin() as connection:
+            await connection.run_sync(ITEMS.metadata.create_all)
+            await connection.execute(ITEMS.insert(), [{"name": "tea"}])
+        async with engine.connect() as connection:
+            rows = [str(name) async for (name,) in await connection.stream(sa.select(ITEMS.c.name))]
+        await engine.dispose()
+        return rows
+
+    assert asyncio.run(run()) == ["tea"]
+
+
+def test_aiosqlite_alone(tmp_path: Path) -> None:
+    async def run() -> list[object]:
+        async with aio.connect(tmp_path / "store" / "shop") as database:
+            assert isinstance(database, aiosqlite.Connection)
+            await database.execute("create table t(a)")
+            await database.executemany("insert into t values (?)", [(1,), (2,)])
+            await database.commit()
+            async with database.execute("select a from t") as cursor:
+                return [row async for row in cursor]
+
+    assert asyncio.run(run()) == [(1,), (2,)]
+
+
+ENVIRONMENT = """
+from alembic import context
+import sqlalchemy as sa
+engine = sa.create_engine(context.config.get_main_option("sqlalchemy.url"))
+with engine.connect() as connection:
+    context.configure(connection=connection, render_as_batch=True)
+    with context.begin_transaction():
+        context.run_migrations()
+engine.dispose()
+"""
+FIRST = """
+revision, down_revision = "1", None
+import sqlalchemy as sa
+from alembic import op
+def upgrade(): op.create_table("items", sa.Column("id", sa.Integer, primary_key=True), sa.Column("name", sa.String))
+def downgrade(): op.drop_table("items")
+"""
+SECOND = """
+revision, down_revision = "2", "1"
+import sqlalchemy as sa
+from alembic import op
+def upgrade():
+    with op.batch_alter_table("items") as batch:
+        batch.alter_column("name", new_column_name="title", nullable=False)
+def downgrade():
+    with op.batch_alter_table("items") as batch:
+        batch.alter_column("title", new_column_name="name", nullable=True)
+"""
+
+
+def test_alembic_migrates_up_and_down(tmp_path: Path) -> None:
+    scripts = tmp_path / "migrations"
+    (scripts / "versions").mkdir(parents=True)
+    for name, text in (("env.py", ENVIRONMENT), ("versions/1.py", FIRST), ("versions/2.py", SECOND)):
+        (scripts / name).write_text(text)
+    url = f"quire:///{tmp_path}/store/shop"
+    config = Config()
+    config.set_main_option("script_location", str(scripts))
+    config.set_main_option("sqlalchemy.url", url)
+    for revision, columns in (("head", ["id", "title"]), ("1", ["id", "name"])):
+        (alembic.command.upgrade if revision == "head" else alembic.command.downgrade)(config, revision)
+        engine = sa.create_engine(url)
+        assert [column["name"] for column in sa.inspect(engine).get_columns("items")] == columns
+        engine.dispose()
+
+
+def test_the_url_of_a_server_goes_to_the_client() -> None:
+    arguments, options = connect_arguments(sa.make_url("quire+http://host:7448/shop?at=monday&timeout=3"))
+    assert (arguments, options) == (["quire+http://host:7448/shop?at=monday"], {"timeout": 3.0})
+    assert sa.make_url("quire+http://host/shop").get_dialect() is QuireServerDialect
+
+
+SUITE = """
+from sqlalchemy.testing.suite import *
+"""
+CONFIG = """
+import pytest
+pytest.register_assert_rewrite("sqlalchemy.testing.assertions")
+from sqlalchemy.testing.plugin.pytestplugin import *
+from sqlalchemy.testing.provision import temp_table_keyword_args
+
+@temp_table_keyword_args.for_db("quire")
+def temporary(cfg, eng):
+    return {"prefixes": ["TEMPORARY"]}
+"""
+
+
+SETUP = """
+[db]
+default = quire:///{store}/test
+[sqla_testing]
+requirement_cls = sqlalchemy.testing.requirements:SuiteRequirements
+profile_file = profiles.txt
+"""
+
+
+@pytest.mark.slow
+def test_sqlalchemys_suite_for_dialects(tmp_path: Path) -> None:
+    """What SQLAlchemy asks of every dialect."""
+    (tmp_path / "test").mkdir()
+    (tmp_path / "conftest.py").write_text(CONFIG)
+    (tmp_path / "test" / "test_suite.py").write_text(SUITE)
+    (tmp_path / "setup.cfg").write_text(SETUP.format(store=tmp_path / "store"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--maxfail=30", "test"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
