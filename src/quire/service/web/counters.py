@@ -10,6 +10,19 @@ from collections import Counter
 
 import msgspec
 
+LIMITS = (
+    "body_bytes",
+    "body_seconds",
+    "connections",
+    "head_bytes",
+    "head_seconds",
+    "idle_seconds",
+    "requests",
+    "send_seconds",
+    "tls_handshake",
+)
+"""Names of the limits of every connection; parts have more."""
+
 
 class WebFigures(msgspec.Struct, frozen=True):
     """What the HTTP side has counted since it started."""

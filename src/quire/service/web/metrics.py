@@ -30,6 +30,7 @@ from quire.manifest.metrics import ManifestCollector
 from quire.manifest.records import JobKind, JobState
 from quire.pages.metrics import PagesCollector
 from quire.service.sockets import serving
+from quire.service.web.counters import LIMITS
 from quire.service.web.dashboard_state import Sight
 from quire.stream.metrics import StreamCollector
 
@@ -143,7 +144,7 @@ class WebCollector(_Collector):
         yield Counter("quire_http_refused", "requests without the right to be made", value=figures.refused)
         yield Counter("quire_http_busy", "connections that found no place", value=figures.busy)
         limited = Counter("quire_http_limited", "refusals because something was used up", labels=["limit"])
-        for limit, count in sorted(figures.limited.items()):
+        for limit, count in sorted((dict.fromkeys(LIMITS, 0) | figures.limited).items()):
             limited.add_metric([limit], count)
         yield limited
         yield Counter("quire_http_pages_dropped", "pages that did not read their updates", value=figures.pages_dropped)
