@@ -29,8 +29,8 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error"}
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error", **variables}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -39,7 +39,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_is_listed_and_short_and_says_how_it_is_started() -> None:
     programs = sorted(EXAMPLES.glob("*.py"))
     index = (EXAMPLES / "README.md").read_text("utf-8")
-    assert len(programs) == 5
+    assert len(programs) == 6
     for program in programs:
         text = program.read_text("utf-8")
         assert f"({program.name})" in index, program.name
@@ -53,6 +53,13 @@ def test_a_branch_for_each_test() -> None:
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert "10 passed" in ended.stdout
     assert re.search(r"a fork, opened: [0-9.]+ ms \(\d+ × faster\)", ended.stdout)
+
+
+def test_four_workers_write_to_one_store() -> None:
+    ended = run("examples/web_workers.py", "--orders", "80", PYTHONPATH=f"{SRC}{os.pathsep}{ROOT}")
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert re.search(r"^80 orders of [234] workers, all in the database and in the log", ended.stdout, re.M)
+    assert "locked" not in ended.stderr
 
 
 def test_tenants_in_a_directory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from quire.service.api import CallContext, StoreApi
 from quire.service.holdings import Holdings
 from quire.service.tickets import Role
 from quire.sqlite.remote_policy import restrict
-from quire.sqlite.served import ServedConnection, SqlAnswer
+from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp
 
 SQL = "SQL connection"
 """The kind of a holding."""
@@ -48,6 +48,7 @@ class SqlHandlers:
         settings = self._store.settings.service
         idle = settings.sql_transaction_seconds
         if call.is_local:
+            define_regexp(connection)
             if reads_only:
                 connection.pragma("query_only", True)
             served = ServedConnection(connection, transaction_seconds=idle)

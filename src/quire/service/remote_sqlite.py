@@ -45,12 +45,17 @@ _BUILTIN: dict[str, type[Exception]] = {
 }
 
 
+FUNCTIONS = frozenset({("floor", 1), ("regexp", 2)})
+"""What SQLAlchemy defines on every connection: SQLite has the first, the owner defines the second through its own socket."""
+
+
 class RemoteDriver:
     """One connection. Made by `client.sqlite(name)`."""
 
     def __init__(self, channel: Channel, renewing: Renewing, request: s.OpenSql, close: Callable[[], None]) -> None:
         """`close` is called when the connection is closed."""
         # what the classes above ask for
+        self.functions = FUNCTIONS
         self.local: Any = None
         self.cursor: Callable[[], DriverCursor] = self._new_cursor
         self.get_autocommit: Callable[[], bool] = lambda: self._state.is_autocommit and not self._begin
@@ -87,14 +92,21 @@ class RemoteDriver:
         self, cursor: DriverCursor, sql: str, bindings: Any, prepared: Callable[[Prepared], None], *, many: bool = False
     ) -> None:
         """Run a statement that is seen for the first time: what it is, then itself."""
-        if "\0" in sql:
-            raise errors.ProgrammingError("the query contains a null character")
-        answer = self.ask("sql.prepare", lambda: s.PrepareSql(self.connection, self.number, sql), is_safe=True)
+        answer = self._prepare(sql)
         prepared(Prepared(answer.text, answer.is_readonly, answer.columns or ()))
         if many:
             cursor.executemany(sql, bindings)
         else:
             cursor.execute(sql, bindings)
+
+    def _prepare(self, sql: str) -> SqlAnswer:
+        if "\0" in sql:
+            raise errors.ProgrammingError("the query contains a null character")
+        return self.ask("sql.prepare", lambda: s.PrepareSql(self.connection, self.number, sql), is_safe=True)
+
+    def prepare(self, sql: str) -> None:
+        """Find mistakes in a statement."""
+        self._prepare(sql)
 
     def script(self, sql: str) -> None:
         """Run all statements. A BEGIN waits for the statement that it is for; a COMMIT of nothing need not be sent."""

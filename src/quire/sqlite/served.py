@@ -15,6 +15,7 @@ Threads: one at a time, but for `interrupt`. Raises nothing of SQLite's: errors 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -212,6 +213,16 @@ class ServedConnection:
         """Close it; what was not committed is rolled back."""
         self._drop_cursors()
         self._connection.close(True)
+
+
+def define_regexp(connection: apsw.Connection) -> None:
+    """`x REGEXP pattern`, as SQLAlchemy defines it. Only for programs of this machine: matching may take for ever."""
+    connection.create_scalar_function("regexp", _regexp, 2, deterministic=True)
+
+
+def _regexp(*values: Any) -> bool | None:
+    pattern, text = values
+    return None if text is None else re.search(pattern, text) is not None
 
 
 def _columns(cursor: apsw.Cursor) -> tuple[tuple[str, str | None], ...] | None:

@@ -282,6 +282,8 @@ class Connection:
         self, name: str, narg: int, func: Callable[..., Any] | None, *, deterministic: bool = False
     ) -> None:
         """A function of Python's for SQL."""
+        if (name, narg) in getattr(self._require(), "functions", ()):
+            return  # SQLAlchemy defines these on every connection; a server has its own
         local = self._local("create_function")
         call = None if func is None else callbacks.scalar(func)
         try:

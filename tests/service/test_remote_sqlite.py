@@ -1,0 +1,294 @@
+"""SQL connections of clients: the class, the results and the errors of local ones, over both carriers; transactions, lost
+answers, vanished clients, many writers."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.service import holdings
+from quire.service.client import Client
+from quire.service.handlers_sql import SQL
+from quire.sqlite import dbapi
+from quire.store.store import Store
+from tests.service.world import OWNER, end, line, losing_answers, process, served
+
+Connect = Callable[..., dbapi.Connection]
+
+
+@pytest.fixture(params=["local", "frames", "flight"])
+def open_shop(request: pytest.FixtureRequest, path: Path) -> Iterator[Connect]:
+    """Opens connections to `shop`: in this process, or through a client."""
+    if request.param == "local":
+        with quire.open(path) as store:
+            yield lambda **options: dbapi.wrap(store.sqlite("shop", create="at" not in options, **options))
+        return
+    address = None if request.param == "frames" else "grpc://127.0.0.1:0"
+    token = str(path / "admin.token") if address else ""
+    with served(path, address) as (_, server), quire.connect(server.address, token_file=token) as client:
+        yield lambda **options: client.sqlite("shop", create="at" not in options, check_same_thread=False, **options)
+
+
+@pytest.fixture
+def shop(open_shop: Connect) -> Iterator[dbapi.Connection]:
+    connection = open_shop()
+    connection.execute("create table t(a integer primary key, b)")
+    yield connection
+    connection.close()
+
+
+# ── the same as a local one ───────────────────────────────────────────────────────────────────────────────────────────
+VALUES = [None, 0, -(2**63), 2**63 - 1, 1.5, float("inf"), "", "täg", "a\0b", b"", b"\0\xff", True]
+
+
+def test_values_come_back_as_they_went(shop: dbapi.Connection) -> None:
+    assert type(shop) is dbapi.Connection
+    shop.executemany("insert into t(b) values (?)", [(value,) for value in VALUES])
+    assert [row[0] for row in shop.execute("select b from t order by a")] == VALUES
+    (row,) = shop.execute("select :x, :y", {"x": bytearray(b"ab"), "y": dt.date(2026, 1, 31)}).fetchall()
+    assert row == (b"ab", "2026-01-31")
+
+
+def test_transactions_begin_with_a_write_and_end_when_they_are_told(shop: dbapi.Connection, open_shop: Connect) -> None:
+    other = open_shop()
+    cursor = shop.execute("insert into t values (1, 'x')")
+    assert (shop.in_transaction, cursor.rowcount, cursor.lastrowid) == (True, 1, 1)
+    assert other.execute("select count(*) from t").fetchone() == (0,)
+    shop.rollback()
+    assert not shop.in_transaction
+    with shop:
+        shop.execute("insert into t values (1, 'x')")
+    with pytest.raises(dbapi.IntegrityError), shop:
+        shop.executemany("insert into t values (?, 'y')", [(2,), (1,)])
+    assert other.execute("select * from t").fetchall() == [(1, "x")]
+    cursor = shop.executemany("update t set b = ? where a = ?", [("z", 1), ("none", 9)])
+    assert cursor.rowcount == 1
+    shop.commit()
+    other.close()
+
+
+def test_rows_come_in_bunches_and_cursors_do_not_disturb_each_other(shop: dbapi.Connection) -> None:
+    shop.executemany("insert into t values (?, ?)", ((number, "v" * 50) for number in range(5_000)))
+    shop.commit()
+    one, two = shop.execute("select a from t order by a"), shop.execute("select a from t order by a desc")
+    assert one.fetchone() == (0,)
+    assert two.fetchmany(3) == [(4_999,), (4_998,), (4_997,)]
+    assert [column[0] for column in one.description] == ["a"]
+    assert len(one.fetchall()) == 4_999
+    two.close()
+    assert [row[0] for row in shop.execute("select a from t order by a")] == list(range(5_000))
+    assert shop.execute("delete from t where a > 10 returning a").fetchone() == (11,)
+
+
+@pytest.mark.parametrize(
+    ("sql", "values"),
+    [
+        ("selec 1", ()),
+        ("select * from nothing", ()),
+        ("insert into t values (1, 2), (1, 3)", ()),
+        ("insert into t values (?, ?)", (1,)),
+        ("select :a", {"b": 1}),
+        ("select ?", (2**63,)),
+        ("select ?", (object(),)),
+        ("select 1; select 2", ()),
+        ("select zeroblob(10000000000)", ()),
+        ("select 'a' || x'ff'", ()),
+    ],
+)
+def test_errors_are_those_of_sqlite3(shop: dbapi.Connection, sql: str, values: Any) -> None:
+    """The class, the code and its name, and the text, as the standard library has them."""
+    theirs = sqlite3.connect(":memory:")
+    theirs.execute("create table t(a integer primary key, b)")
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever it is
+        theirs.execute(sql, values).fetchall()
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - as above
+        shop.execute(sql, values).fetchall()
+    assert type(raised.value).__name__ == type(expected.value).__name__
+    wanted = getattr(expected.value, "sqlite_errorname", None)
+    assert getattr(raised.value, "sqlite_errorname", None) == wanted
+    theirs.close()
+
+
+def test_an_earlier_version_is_read_and_not_written(shop: dbapi.Connection, open_shop: Connect, path: Path) -> None:
+    shop.execute("insert into t values (1, 'old')")
+    shop.commit()
+    epoch = shop.execute("pragma quire_epoch").fetchone()[0]
+    shop.execute("update t set b = 'new'")
+    shop.commit()
+    old = open_shop(at=int(epoch))
+    assert old.execute("select b from t").fetchone() == ("old",)
+    with pytest.raises(dbapi.OperationalError, match="readonly"):
+        old.execute("delete from t")
+    old.close()
+
+
+def test_what_needs_sqlite_in_this_process_says_so(client: Client) -> None:
+    connection = client.sqlite("shop", create=True)
+    with pytest.raises(dbapi.NotSupportedError, match="goes to a server"):
+        connection.create_function("f", 1, abs)
+    connection.create_function("regexp", 2, lambda *_: None)
+    assert connection.execute("select 'tea' regexp '^t', floor(1.5)").fetchone() == (1, 1.0)
+    with pytest.raises(quire.UnknownDatabase):
+        client.sqlite("nothing")
+
+
+# ── what may be done ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: Path) -> None:
+    with served(path, "grpc://127.0.0.1:0") as (store, server):
+        with quire.connect(server.address, token_file=str(path / "admin.token")) as admin:
+            writer = admin.sqlite("shop", create=True)
+            writer.execute("create table t(a)")
+            with pytest.raises(dbapi.DatabaseError, match="refused"):
+                writer.execute("attach '/etc/passwd' as x")
+            with pytest.raises(dbapi.DatabaseError, match="refused"):
+                writer.execute("vacuum into '/tmp/x'")
+        with quire.connect(server.address, token_file=str(path / "read.token")) as reader:
+            assert reader.sqlite("shop").execute("select count(*) from t").fetchone() == (0,)
+            with pytest.raises(dbapi.OperationalError, match="readonly"):
+                reader.sqlite("shop").execute("insert into t values (1)")
+            with pytest.raises(quire.AccessDenied):
+                reader.sqlite("other", create=True)
+        assert [info.name for info in store.databases()] == ["shop"]
+
+
+def test_through_the_socket_sql_may_do_what_the_owner_may(client: Client) -> None:
+    connection = client.sqlite("shop", create=True)
+    client.create("other", "pages")
+    connection.execute("attach 'other' as o")
+    connection.execute("create table o.t(a)")
+
+
+# ── when something goes wrong ─────────────────────────────────────────────────────────────────────────────────────────
+def test_a_statement_whose_answer_is_lost_is_run_once(client: Client) -> None:
+    connection = client.sqlite("shop", create=True, isolation_level=None)
+    connection.execute("create table t(a)")
+    for statement in ("insert into t values (1)", "insert into t select a + 1 from t", "update t set a = a + 10"):
+        with losing_answers(2) as lost:
+            connection.execute(statement)
+        assert len(lost) == 2
+    with losing_answers(1):
+        connection.executemany("insert into t values (?)", [(100,), (200,)])
+    assert connection.execute("select a from t order by a").fetchall() == [(11,), (12,), (100,), (200,)]
+
+
+def test_a_transaction_of_a_client_that_vanished_is_rolled_back_at_once(path: Path) -> None:
+    with served(path, sql_transaction_seconds=3600.0) as (store, server):
+        with quire.connect(server.address) as other:
+            waiting = other.sqlite("shop", create=True, timeout=60)
+            waiting.execute("create table t(a)")
+            holder = process(HOLDER, server.address)
+            assert line(holder) == "holds"
+            end(holder)  # SIGKILL
+            waiting.execute("insert into t values (2)")
+            waiting.commit()
+            assert waiting.execute("select a from t").fetchall() == [(2,)]
+        assert store.manifest.check() == []
+
+
+HOLDER = """
+import sys, quire
+connection = quire.connect(sys.argv[1]).sqlite("shop")
+connection.execute("insert into t values (1)")
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_transaction_in_which_nothing_is_done_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "SWEEP_SECONDS", 0.02)
+    with served(path, sql_transaction_seconds=0.1) as (_, server), quire.connect(server.address) as client:
+        idle, other = client.sqlite("shop", create=True), client.sqlite("shop", timeout=60)
+        idle.execute("create table t(a)")
+        idle.execute("insert into t values (1)")
+        other.execute("insert into t values (2)")  # waits until the first is rolled back
+        other.commit()
+        with pytest.raises(dbapi.OperationalError, match="rolled back: nothing was done"):
+            idle.execute("insert into t values (3)")
+        assert not idle.in_transaction
+        idle.execute("insert into t values (4)")
+        idle.commit()
+        assert idle.execute("select a from t").fetchall() == [(2,), (4,)]
+
+
+def test_the_holder_of_the_lock_commits_while_forty_writers_wait(path: Path) -> None:
+    """Fewer places for calls than writers: SQL takes none, or nobody could commit."""
+    with served(path, calls_max=4, busy_seconds=0.1) as (store, server), quire.connect(server.address) as client:
+        holder = client.sqlite("shop", create=True)
+        holder.execute("create table t(a)")
+        holder.execute("insert into t values (-1)")
+        failures: list[Exception] = []
+
+        def write(number: int) -> None:
+            try:
+                connection = client.sqlite("shop", timeout=100)
+                connection.execute("insert into t values (?)", (number,))
+                connection.commit()
+                connection.close()
+            except Exception as error:
+                failures.append(error)
+
+        writers = [threading.Thread(target=write, args=(number,)) for number in range(40)]
+        for writer in writers:
+            writer.start()
+        deadline = time.monotonic() + 60
+        while server._frames.connections < 40 and time.monotonic() < deadline:  # each of them waits in its own
+            time.sleep(0.01)
+        holder.commit()
+        for writer in writers:
+            writer.join(120)
+        assert failures == []
+        assert store.sqlite("shop").execute("select count(*) from t").fetchall() == [(41,)]
+
+
+def test_a_connection_survives_its_owner(path: Path) -> None:
+    """What can be run again is run again; a transaction that was begun is reported as lost."""
+    owner = process(OWNER, str(path))
+    client = quire.connect(line(owner), timeout=60)
+    reading, writing, idle = (client.sqlite("shop", create=True) for _ in range(3))
+    reading.execute("create table t(a)")
+    writing.execute("insert into t values (1)")
+    end(owner)
+    owner = process(OWNER, str(path))
+    line(owner)
+    assert reading.execute("select count(*) from t").fetchone() == (0,)
+    with pytest.raises(dbapi.OperationalError, match="the transaction was rolled back"):
+        writing.execute("insert into t values (2)")
+    writing.execute("insert into t values (3)")
+    writing.commit()
+    idle.execute("insert into t values (4)")  # the first of a transaction: nothing of it was ever committed
+    idle.commit()
+    assert reading.execute("select a from t order by a").fetchall() == [(3,), (4,)]
+    client.close()
+    end(owner)
+
+
+def test_dbapi_connects_through_the_server_of_another_process(path: Path) -> None:
+    owner = process(OWNER, str(path))
+    line(owner)
+    with dbapi.connect(f"{path}/shop") as connection:
+        connection.execute("create table t(a)")
+        connection.execute("insert into t values (1)")
+    connection.close()
+    again = dbapi.connect(f"quire:///{path}/shop?mode=rw")
+    assert again.execute("select * from t").fetchall() == [(1,)]
+    again.close()
+    with pytest.raises(dbapi.OperationalError, match="unable to open"):
+        dbapi.connect(f"quire:///{path}/nothing?mode=rw")
+    end(owner)
+
+
+def test_nothing_stays_behind(server: Any, client: Client, store: Store) -> None:
+    for _ in range(5):
+        connection = client.sqlite("shop", create=True)
+        connection.execute("select 1").fetchone()
+        connection.close()
+    assert len(server._service.holdings) == 0
+    assert SQL not in str(store.info())
