@@ -24,8 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import apsw
+from apsw.ext import generate_series, make_virtual_module
 
 from quire.core.clock import Clock
 from quire.sqlite.vfs import apsw_error
@@ -176,6 +178,8 @@ def restrict(connection: apsw.Connection, clock: Clock, limits: RemoteLimits | N
         (apsw.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):
         connection.limit(limit, largest)
+    # Part of libSQL's and Turso's servers, as of SQLite's shell; their clients' tests use it.
+    make_virtual_module(connection, "generate_series", cast(Any, generate_series))
     policy = RemotePolicy(connection, clock)
     connection.authorizer = policy.authorize
     connection.set_progress_handler(lambda: policy.is_overdue, PROGRESS_STEPS)

@@ -75,7 +75,7 @@ class Pulled:
             at += size
         header, *pages = parts
         assert header[3] == b"", "pages are sent as they are"
-        self.revision = bytes(header[1]).decode()  # type: ignore[arg-type]
+        self.revision = bytes(header[1]).decode()
         self.size = header.get(2, 0)
         self.pages = {int(page.get(1, 0)): page[2] for page in pages}
         assert len(self.pages) == len(pages)

@@ -118,6 +118,8 @@ class WebGate:
         return label if rest in self._hosts and name not in self._hosts else ""
 
     def _is_ours(self, host: str) -> bool:
+        if not host.strip():
+            return True  # no browser sends an empty one; some clients do, and HTTP allows it
         name = _host_name(host)
         if not name:
             return False
