@@ -75,6 +75,12 @@ class Grant:
                 f"this database may not be {what} with this token", "ask for one with `quire token create`"
             )
 
+    def check_somebody(self) -> None:
+        """Refuse whoever may nothing at all: for answers that show each caller what it may see."""
+        self._check_expiry()
+        if self.is_anonymous and self.everywhere is Access.NONE:
+            raise self._refused("this needs a token", "ask for one with `quire token create`")
+
     def check_read_all(self) -> None:
         """Refuse unless the whole store may be looked at: every database, metrics, the dashboard."""
         self._check_expiry()

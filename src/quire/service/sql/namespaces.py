@@ -89,6 +89,7 @@ class NamespaceRoutes:
     async def list(self, request: Request) -> Response:
         """`GET /v1/namespaces?after=NAME&limit=100`: the databases that the caller may use, by name."""
         grant = self._context.gate.grant(request)
+        grant.check_somebody()
         after, limit = request.query_params.get("after", ""), _limit(request.query_params.get("limit"))
         infos = await self._context.call(self._context.store.databases)
         allowed = [info for info in infos if info.kind is DbKind.PAGES and info.name > after and grant.may(info.name)]
