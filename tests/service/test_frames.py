@@ -1,0 +1,214 @@
+"""Frames: what is none is refused in words and closes its own connection, nothing else; nothing is allocated on a promise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quire
+from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError, Unavailable
+from quire.core.limits import MIB
+from quire.service import messages as m
+from quire.service.client import Client
+from quire.service.frames import (
+    ANSWER_BYTES_MAX,
+    MAGIC,
+    PREFACE,
+    SIZE,
+    FrameError,
+    FrameReader,
+    read_framed,
+    write_framed,
+)
+from quire.service.wire import WIRE_VERSION, RemoteError, error_of, read_answer, write_call
+from tests.hostile import memory_of_at_most
+from tests.service.world import served
+
+HELLO = PREFACE.pack(MAGIC, WIRE_VERSION, bytes(16))
+DATABASES = write_framed("databases", "", write_call(b"", m.Nothing()))
+
+
+@contextmanager
+def raw(server: Any) -> Iterator[socket.socket]:
+    """A connection on which anything can be said."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(30)
+        connection.connect(server.address.removeprefix("grpc+unix://") + ".f")
+        yield connection
+
+
+def refusal(connection: socket.socket) -> QuireError:
+    """The error that is said before the connection is closed."""
+    reader = FrameReader(connection)
+    with pytest.raises(RemoteError) as refused:
+        read_answer(reader.frame(MIB), Any)
+    with pytest.raises((EOFError, ConnectionError)):
+        reader.exactly(1)
+    return error_of(refused.value.form)
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20),
+        bytes(64),
+        os.urandom(64),
+        HELLO + SIZE.pack(0xFFFFFFFF) + b"x",
+        HELLO + SIZE.pack(17 * MIB) + b"x",
+        HELLO + SIZE.pack(3) + b"\xc1\xc1\xc1",
+        HELLO + SIZE.pack(0),
+        HELLO + SIZE.pack(6) + b"\xdd\xff\xff\xff\xff\x00",
+        HELLO + SIZE.pack(1) + b"\x90",
+    ],
+    ids=["http", "grpc", "zeros", "noise", "4 GiB", "above the limit", "no msgpack", "empty", "a promise", "no call"],
+)
+def test_what_is_no_frame_is_refused_and_closes_its_connection_alone(server: Any, client: Client, said: bytes) -> None:
+    with memory_of_at_most(64 * MIB), raw(server) as connection:
+        connection.sendall(said)
+        assert isinstance(refusal(connection), InvalidInput)
+    assert client.databases() == []
+    assert server.figures().refused >= 1
+
+
+def test_another_version_is_told_which_one_is_spoken(server: Any) -> None:
+    with raw(server) as connection:
+        connection.sendall(PREFACE.pack(MAGIC, 99, bytes(16)))
+        assert "version 99" in refusal(connection).what
+
+
+@pytest.mark.parametrize("said", [b"", HELLO[:5], HELLO, HELLO + DATABASES[:2], HELLO + DATABASES[:-1]])
+def test_half_a_frame_and_a_hang_up_leave_nothing_behind(server: Any, client: Client, said: bytes) -> None:
+    before = server._frames.connections
+    with raw(server) as connection:
+        connection.sendall(said)
+    deadline = time.monotonic() + 60
+    while server._frames.connections > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server._frames.connections == before
+    assert client.databases() == []
+
+
+def test_frames_in_pieces_and_several_at_once_are_answered_in_order(server: Any) -> None:
+    with raw(server) as connection:
+        for byte in HELLO + DATABASES:
+            connection.sendall(bytes([byte]))
+        reader = FrameReader(connection)
+        assert read_answer(reader.frame(MIB), Any) == []
+        connection.sendall(DATABASES * 3)
+        assert [read_answer(reader.frame(MIB), Any) for _ in range(3)] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "error"),
+    [
+        ("no.such.action", write_call(b"", m.Nothing()), "no such action"),
+        ("create", b"\x90", "cannot be read"),
+        ("create", write_call(b"", m.Nothing()), "cannot be read"),
+        ("kv.write", b"\x92\xc4\x03abc\x92\xa1k\x80", "16 bytes"),
+        ("databases", write_call(bytes(16), m.Nothing()), "no idempotency key"),
+        ("kv.scan", b"\x92\xc4\x00\x95\xa1k\xc4\x00\xc0\xc2\xa4gone", "no such snapshot"),
+        ("holding.renew", b"\x92\xc4\x00\x91\xa4gone", "no such lease"),
+        ("sql.execute", b"\x92\xc4\x00\x95\xa4gone\x01\x01\xa8select 1\x90", "no such SQL connection"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused_and_the_connection_goes_on(
+    server: Any, name: str, body: bytes, error: str
+) -> None:
+    with raw(server) as connection:
+        connection.sendall(HELLO + write_framed(name, "", body) + DATABASES)
+        reader = FrameReader(connection)
+        with pytest.raises(RemoteError, match=error):
+            read_answer(reader.frame(MIB), Any)
+        assert read_answer(reader.frame(MIB), Any) == []
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_call_or_refused(data: bytes) -> None:
+    try:
+        call = read_framed(data)
+    except FrameError:
+        return
+    assert isinstance(call.name, str)
+
+
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_one_connection_too_many_is_told_so(path: Path) -> None:
+    with served(path, connections_max=2) as (_, server), quire.connect(server.address) as client, raw(server) as second:
+        second.sendall(HELLO + DATABASES)
+        assert FrameReader(second).frame(MIB)
+        with raw(server) as third:
+            assert isinstance(refusal(third), Overloaded)
+        assert client.databases() == []
+
+
+def test_an_answer_too_long_for_its_client_is_not_read() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(SIZE.pack(ANSWER_BYTES_MAX + 1))
+        with pytest.raises(FrameError, match="longer than"):
+            FrameReader(near).frame(ANSWER_BYTES_MAX)
+
+
+def test_the_socket_is_its_owners_alone_and_goes_with_the_server(path: Path) -> None:
+    with served(path) as (_, server):
+        place = server.address.removeprefix("grpc+unix://") + ".f"
+        assert stat.S_IMODE(os.stat(place).st_mode) == 0o600
+    assert not os.path.exists(place)
+
+
+def test_closing_answers_who_waits_and_hangs_up(path: Path) -> None:
+    with served(path, stop_seconds=30.0) as (_, server):
+        client = quire.connect(server.address, timeout=1)
+        stream = client.stream("s", create=True)
+        seen: list[object] = []
+
+        def wait() -> None:
+            try:
+                seen.extend(stream.tail(timeout=60))
+            except Unavailable as gone:
+                seen.append(gone)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while not server.figures().waits_now:
+            time.sleep(0.01)
+        began = time.monotonic()
+        server.close()
+        waiting.join(60)
+        assert len(seen) == 1
+        assert isinstance(seen[0], Unavailable)
+        assert time.monotonic() - began < 25, "it did not wait for its stop_seconds"
+        client.close()
+
+
+def test_a_copy_takes_no_writes_through_frames(path: Path) -> None:
+    with quire.open(path) as store:
+        store.copy_of = "memory://"
+        with (
+            store.serve() as server,
+            quire.connect(server.address) as client,
+            pytest.raises(AccessDenied, match="a copy"),
+        ):
+            client.create("shop", "pages")
+
+
+def test_after_a_fork_parent_and_child_have_connections_of_their_own(server: Any, client: Client) -> None:
+    assert client.databases() == []
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if client.databases() == [] else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert client.databases() == []
