@@ -23,6 +23,7 @@ BENCHMARKS = {
     "sqlite": "SQLite on quire against SQLite on a file: writes, reads, forks",
     "checkpoint": "checkpoint and merge on Spark against a loop by hand; ten thousand databases in one run",
     "spark_jobs": "verification on Spark against reading and checksums on all cores",
+    "wire": "SQL over the wire against the owner, a bare endpoint, and PostgreSQL",
     "archive": "the store in its bucket: commit rates, lag, requests, mode sync, restore, replay",
     "cli": "starting the command line against starting Python",
     "spark": "data sources on Spark against SQLite, the local feed and Spark's own floor",
