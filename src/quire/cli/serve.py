@@ -20,6 +20,7 @@ from quire.cli.lookup import Log, log_to
 from quire.cli.output import Note, until_interrupted
 from quire.cli.remote import run_here
 from quire.core.events import emit
+from quire.durable.names import ADMIN_TOKEN
 from quire.service.commands import install
 
 
@@ -79,7 +80,8 @@ def serve(
             )
             servers.append(store.serve_http(http, credentials))
         addresses = [server.address for server in servers]
-        _say(cli, addresses)
+        token_file = admin_token or os.path.join(os.path.abspath(store.path), ADMIN_TOKEN)
+        _say(cli, addresses, _connection_string(servers[-1].address, token_file) if http else "")
         while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
             time.sleep(LOOK_SECONDS)
         figures = [server.figures() for server in servers]
@@ -90,10 +92,21 @@ def serve(
     return Note(text=text, data={"addresses": addresses, "calls": calls, "refused": refused})
 
 
-def _say(cli: Cli, addresses: list[str]) -> None:
+def _connection_string(address: str, token_file: str) -> str:
+    """How a libSQL client connects, to be pasted. The token itself is in no output: it would end up in logs.
+
+    >>> _connection_string("http://127.0.0.1:7448", "/data/admin.token")
+    'libsql.connect("http://127.0.0.1:7448", auth_token=open("/data/admin.token").read().strip())'
+    """
+    return f'libsql.connect("{address}", auth_token=open("{token_file}").read().strip())'
+
+
+def _say(cli: Cli, addresses: list[str], connection_string: str) -> None:
     """Print where the server listens, at once. With --json to stderr: stdout is for one document, which comes at the
     end."""
     stream = sys.stderr if cli.as_json else sys.stdout
     for address in addresses:
         stream.write(f"listening on {address} (pid {os.getpid()})\n")
+    if connection_string:
+        stream.write(f"SQL from Python: {connection_string}\n")
     stream.flush()

@@ -233,7 +233,8 @@ class CursorResponse(Response):
         super().__init__(media_type=LINES)
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Answer. The stream is free when the last line is sent, and closed if the client goes before."""
+        """Answer. The stream is free when the last line is sent. A client that goes before may only be tired of the rows
+        (`libsql` does so, and goes on with the stream's baton): if it has vanished, the stream ends by being idle."""
         stream, streams = self._stream, self._service.streams
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         leaving = asyncio.ensure_future(_disconnected(receive))
@@ -246,7 +247,7 @@ class CursorResponse(Response):
                     async for lines in entries:
                         await send({"type": "http.response.body", "body": lines, "more_body": True})
                         if leaving.done():
-                            raise ConnectionAbortedError
+                            return
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             except BaseException:
                 await streams.close(stream)
