@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,15 @@ class LibsqlReplica:
         """Of a statement that is answered by the replica itself."""
         return [list(row) for row in self._connection.execute(statement).fetchall()]
 
+    def integrity(self) -> str:
+        """What SQLite says of a copy of the file and its log: a pragma of the connection is answered by the server. Copied by
+        another process: closing a file here would give up the connection's locks on it."""
+        with tempfile.TemporaryDirectory() as directory:
+            files = [str(self.path) + ending for ending in ("", "-wal") if Path(str(self.path) + ending).exists()]
+            subprocess.run(["cp", *files, directory], check=True)
+            with closing(sqlite3.connect(Path(directory) / self.path.name)) as connection:
+                return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
+
     def execute(self, statement: str) -> None:
         """Write, on the server."""
         self._connection.execute(statement)
@@ -141,6 +152,10 @@ class TursoReplica:
         """Of a statement that is answered by the replica itself."""
         with closing(self._connection.cursor()) as cursor:
             return [list(row) for row in cursor.execute(statement).fetchall()]
+
+    def integrity(self) -> str:
+        """What the engine says of its file."""
+        return str(self.rows("PRAGMA integrity_check")[0][0])
 
     def execute(self, statement: str) -> None:
         """Write, into the replica."""
