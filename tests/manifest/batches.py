@@ -42,8 +42,10 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
+    DropReplicaPositions,
     FollowSqliteFile,
     PutReader,
+    PutReplicaPosition,
     RecordMetric,
     RecordVerification,
     SetFloor,
@@ -384,7 +386,13 @@ class BatchMaker:
 
     def reader(self, txn: ReadTxn) -> list[Op]:
         db_id = self._db(txn)
-        return [PutReader(db_id, self.rng.randint(1, 3), 5, 99), SetFloor(db_id, 1, 9), SetObjectPlace("objects")]
+        return [
+            PutReader(db_id, self.rng.randint(1, 3), 5, 99),
+            SetFloor(db_id, 1, 9),
+            SetObjectPlace("objects"),
+            PutReplicaPosition(db_id, 7, self.rng.randint(0, 3), 5, 0),
+            DropReplicaPositions(db_id, [(7, self.rng.randint(0, 3))]),
+        ]
 
     def followed_file(self, txn: ReadTxn) -> list[Op]:
         return [FollowSqliteFile(self._db(txn), self.rng.choice(("", "/srv/app.db")), 250)]

@@ -18,9 +18,15 @@ from quire.service.replicas.routes import ReplicaPart
 class Servant:
     """Answers commands: one method for each."""
 
-    def __init__(self, directory: str, address: str) -> None:
+    def __init__(self, directory: str, address: str, bucket: str = "", takeover: str = "") -> None:
         settings = quire.StoreSettings(maintenance=quire.MaintenanceSettings(delete_grace_seconds=0.0))
-        self.store = quire.open(directory, settings=settings)
+        if bucket:
+            archive = quire.ArchiveSettings(mode="async", interval_seconds=0.02)
+            settings = quire.StoreSettings(object_store=bucket, archive=archive)
+        if takeover:
+            self.store = quire.open(directory, takeover=True, discard=True)
+        else:
+            self.store = quire.open(directory, settings=settings)
         self.web = self.store.serve_http(address)
         self.connections: dict[str, Any] = {}
         self.marks = 0
@@ -82,6 +88,11 @@ class Servant:
         self._close(name)
         self.store.drop(name)
 
+    def archive(self) -> None:
+        """Wait until everything is in the bucket."""
+        assert self.store.archive is not None
+        self.store.archive.wait(60)
+
     def let_go(self) -> None:
         """No version is held for replicas any more, as after a minute."""
         for part in self.web._web.parts:
@@ -101,9 +112,9 @@ class Servant:
             return [len(txn.chain(db_id, slot)) for slot in range(4)]
 
 
-def main(directory: str, address: str) -> None:
+def main(directory: str, address: str, *more: str) -> None:
     """Obey until the input ends."""
-    servant = Servant(directory, address)
+    servant = Servant(directory, address, *more)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         try:

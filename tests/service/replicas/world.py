@@ -21,19 +21,31 @@ ROOT = Path(__file__).parents[3]
 class ServedStore:
     """The other process. After `kill`, `start` serves the same directory at the same address."""
 
-    def __init__(self, directory: Path, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, directory: Path, address: str = "127.0.0.1:0", *more: str) -> None:
+        """`more`: a bucket that it is archived to, and a word if it takes over what was restored from there."""
         self.directory = directory
         self._address = address
+        self._more = more
         self.start()
 
     def start(self) -> None:
         """Serve."""
         command = [sys.executable, "-m", "tests.service.replicas.child", str(self.directory), self._address]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
+            [*command, *self._more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ},
         )
         hello = self.do("hello")
         self._address, self.token = hello["address"], hello["token"]
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return self._address
 
     def url(self, name: str = "shop") -> str:
         """Where replicas of a database find it."""
