@@ -149,17 +149,17 @@ def test_none_of_the_old_ones_and_then_all_that_are_new(run: Run, path: Path) ->
 def test_the_last_records_beside_an_owner_that_writes_are_no_more_than_asked_for(
     run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.stream.file_reader import Beside
+    from quire.stream.file_reader import StreamFileReader, StreamLook
 
     with writing(path) as writer:
-        bounds = Beside.bounds
+        look = StreamFileReader.look
 
-        def and_one_more(beside: Beside) -> tuple[int, int]:
-            found = bounds(beside)
+        def and_one_more(reader: StreamFileReader, behind: int = 0) -> StreamLook:
+            seen = look(reader, behind)
             writer.do("append later")
-            return found
+            return seen
 
-        monkeypatch.setattr(Beside, "bounds", and_one_more)
+        monkeypatch.setattr(StreamFileReader, "look", and_one_more)
         writer.do("append a b c")
         assert [each["payload"] for each in run("stream", "tail", "clicks", "-n", "2", "--json").data] == ["62", "63"]
 

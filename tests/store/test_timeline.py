@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import quire
 from quire.cli.main import run
 from quire.core.clock import SystemClock
-from quire.core.errors import CursorLost, EpochLost, OutOfRange, SnapshotGone
+from quire.core.errors import CursorLost, EpochLost, OutOfRange, SnapshotGone, UnknownSnapshot
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.namespaces import Parent
@@ -20,6 +21,9 @@ from quire.manifest.ops.databases import RegisterDb
 from quire.manifest.ops.timeline import Timeline
 from quire.manifest.records import DbKind, DbRecord
 from quire.manifest.store import ManifestStore
+from quire.stream.state import Retention
+from quire.stream.stream import Stream
+from quire.stream.verify import problems
 
 FIRST = 2 << 40
 
@@ -39,6 +43,14 @@ class TakenOver:
             shop.execute("CREATE TABLE t(a)")
             self.versions = [_insert(shop, number) for number in range(3)]
             """The lsn after each row."""
+            events = former.stream("events", create=True)
+            events.append([b"kept %d" % number for number in range(7)]).result()
+            events.register("etl", 3)
+            events.register("idle", 8)
+            former.stream("quiet", create=True)
+            pairs = former.kv("pairs", create=True)
+            pairs.put(b"a", b"kept")
+            former.snapshot("shop", "kept")
             assert former.archive is not None
             former.archive.wait(30)
             former_at_ms = SystemClock().now_ms()
@@ -46,6 +58,11 @@ class TakenOver:
             quire.restore(bucket, directory / "successor")
             self.lost_versions = [_insert(shop, number) for number in range(100, 103)]
             shop.close()
+            events.append([b"lost %d" % number for number in range(5)]).result()
+            events.ack("idle", 12)
+            former.stream("quiet").append([b"lost", b"lost"]).result()
+            self.lost_lsn = pairs.write({b"a": b"lost"})
+            self.lost_snapshot = former.snapshot("shop", "lost").snapshot_id
             for number in range(5):
                 former.create(f"lost-{number}", "pages")
             self.lost = former.manifest.feed.head()
@@ -186,3 +203,128 @@ def test_a_hundred_thousand_databases_are_taken_over_by_one_small_change(tmp_pat
             assert txn.count(t.DB) == count
             row = dict(txn.raw_scan(CHANGE_LOG))[CHANGE_LOG.key.pack(FIRST)]
         assert len(row) < 1_000
+
+
+def _payloads(stream: Stream, start: int | None = None) -> list[bytes]:
+    return [record.payload for record in stream.read(start)]
+
+
+def test_no_position_of_a_stream_that_was_reached_in_lost_records_means_other_records(taken_over: TakenOver) -> None:
+    """Before the first append, after it, after a reopening, after the records before the gap are gone, and for readers."""
+    store = taken_over.store
+
+    def check(stream: Stream, new: list[bytes]) -> None:
+        for position in range(9, 13):
+            for refused in (
+                lambda position=position: list(stream.read(position)),
+                lambda position=position: list(stream.read_batches(position)),
+                lambda position=position: next(stream.tail(position, timeout=0)),
+            ):
+                with pytest.raises(CursorLost, match="were lost when the store was taken over") as caught:
+                    refused()
+            assert caught.value.where["last_record"] == 7
+            assert caught.value.where["first_record"] == FIRST
+        assert [record.id for record in stream.read(8)] == list(range(FIRST, FIRST + len(new)))
+        assert _payloads(stream, 8) == _payloads(stream, FIRST) == new
+        assert [record.payload for record in stream.tail(8, timeout=0)] == new
+        with pytest.raises(OutOfRange):
+            list(stream.read(FIRST + len(new) + 1))
+        assert (stream.end_record, stream.position("idle")) == (FIRST + len(new), 8)
+
+    stream = store.stream("events")
+    check(stream, [])
+    assert (stream.info().records, stream.info().lag("etl"), stream.info().lag("idle")) == (7, 5, 0)
+    assert stream.append([b"new", b"newer"]).result() == FIRST
+    check(stream, [b"new", b"newer"])
+    assert (stream.info().records, stream.info().appended, stream.info().lag("etl")) == (9, 9, 7)
+    for position in range(9, 13):
+        with pytest.raises(CursorLost, match="were lost"):
+            stream.ack("etl", position)
+        with pytest.raises(CursorLost, match="were lost"):
+            stream.register("another", position)
+    batches = list(stream.read_batches(6))
+    assert [number for batch in batches for number in batch.column("id").to_pylist()] == [6, 7, FIRST, FIRST + 1]
+    assert stream.seek(next(stream.read(FIRST)).timestamp_ms) == FIRST
+    assert stream.seek(1 << 50) == FIRST + 2
+    stream.ack("etl", 8)
+    assert stream.info().lag("etl") == 2
+    stream.seal()
+    assert [problem for problem in problems(stream) if not problem.leak] == []
+    store.close()
+    with quire.open(taken_over.path, "r") as reader:
+        check(reader.stream("events"), [b"new", b"newer"])
+    with quire.open(taken_over.path) as again:
+        stream = again.stream("events")
+        check(stream, [b"new", b"newer"])
+        stream.retain(Retention(consumed=True))
+        assert stream.retire() == 1, "what everybody has read"
+        check(stream, [b"new", b"newer"])
+        assert again.manifest.check() == []
+
+
+def test_the_last_records_and_a_number_of_records_leave_the_gap_out(
+    taken_over: TakenOver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken_over.store.stream("events").append([b"new", b"newer"]).result()
+    taken_over.store.close()
+    where = ["--store", str(taken_over.path), "--json"]
+    for command in (["tail", "events", "-n", "4"], ["read", "events", "--from", "6", "-n", "4"]):
+        assert run(["stream", *command, *where]) == 0
+        assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [6, 7, FIRST, FIRST + 1]
+    assert run(["stream", "read", "events", "--from", "10", *where]) != 0
+    assert "were lost when the store was taken over" in capsys.readouterr().err
+
+
+def test_a_stream_that_had_nothing_and_one_that_is_made_later_begin_with_the_range(taken_over: TakenOver) -> None:
+    for name in ("quiet", "later"):
+        stream = taken_over.store.stream(name, create=True)
+        with pytest.raises(CursorLost, match="were lost"):
+            list(stream.read(2))
+        assert stream.append(b"new").result() == FIRST
+        assert _payloads(stream, 1) == [b"new"]
+
+
+def test_ranges_without_records_leave_their_positions_valid(taken_over: TakenOver) -> None:
+    assert list(taken_over.store.stream("events").read(FIRST)) == []
+    taken_over.store.close()
+    with quire.open(taken_over.path, takeover=True) as store:
+        stream = store.stream("events")
+        assert stream.append(b"new").result() == 3 << 40
+        for position in (8, FIRST, 3 << 40):
+            assert _payloads(stream, position) == [b"new"]
+        for position in (9, FIRST - 1, FIRST + 1, (3 << 40) - 1):
+            with pytest.raises(CursorLost, match="were lost"):
+                list(stream.read(position))
+        assert (stream.info().records, stream.info().lag("etl")) == (8, 6)
+
+
+def test_a_gap_is_known_again_when_the_streams_own_file_is_lost(taken_over: TakenOver) -> None:
+    stream = taken_over.store.stream("events")
+    stream.append(b"new").result()
+    state = Path(stream.files.state)
+    taken_over.store.close()
+    state.unlink()
+    with quire.open(taken_over.path) as store:
+        assert _payloads(store.stream("events"), 8) == [b"new"]
+        with pytest.raises(CursorLost, match="were lost"):
+            list(store.stream("events").read(9))
+
+
+def test_an_lsn_and_a_snapshot_of_the_lost_range_belong_to_nothing_else(taken_over: TakenOver) -> None:
+    store = taken_over.store
+    pairs = store.kv("pairs")
+    assert (pairs.get(b"a"), pairs.last_lsn) == (b"kept", taken_over.lost_lsn - 1)
+    assert pairs.write({b"a": b"new"}) == FIRST
+    assert pairs.begin_load() == FIRST + 1
+    pairs.end_load(FIRST + 1)
+    first, second = store.snapshot("shop", "new"), store.snapshot("shop", "newer")
+    assert taken_over.lost_snapshot < first.snapshot_id == second.snapshot_id - 1
+    with pytest.raises(UnknownSnapshot):
+        store.sqlite("shop", at=f"#{taken_over.lost_snapshot}")
+    with pytest.raises(UnknownSnapshot):
+        store.manifest.snapshots.get("shop", taken_over.lost_snapshot)
+    store.close()
+    with quire.open(taken_over.path) as again:
+        assert again.kv("pairs").write({b"a": b"newest"}) == FIRST + 2
+        assert again.snapshot("shop").snapshot_id == second.snapshot_id + 1
+        assert again.manifest.check() == []

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from quire.core.errors import CursorLost, DatabaseTombstoned, WrongKind
 from quire.durable.names import Tier
 from quire.manifest.records import DbKind
-from quire.stream.file_reader import GAP_SECONDS, Beside, _parsed, _Place
+from quire.stream.file_reader import GAP_SECONDS, StreamFileReader, _parsed, _Place
 from quire.stream.segment import HEADER_BYTES
+from quire.stream.spans import StreamRecord
 from quire.stream.state import Retention
 from tests.stream.blocks import new_header, segment_of
 from tests.stream.streams import StreamWorld
@@ -29,19 +30,33 @@ def world(tmp_path: Path) -> Iterator[StreamWorld]:
     made.close()
 
 
-def beside(world: StreamWorld) -> Beside:
+class Follower:
+    """Reads on from where it was."""
+
+    def __init__(self, world: StreamWorld) -> None:
+        self.reader = StreamFileReader(world.manifest, "clicks", lambda _: world.files, lambda: world.objects)
+        self.position = self.reader.first_record
+
+    def bounds(self) -> tuple[int, int]:
+        return self.reader.bounds()
+
+    def new(self) -> Iterator[StreamRecord]:
+        for record in self.reader.tail(self.position, timeout=0):
+            self.position = record.id + 1
+            yield record
+
+
+def beside(world: StreamWorld) -> Follower:
     """A follower that begins with the first record."""
-    made = Beside(world.manifest, "clicks", lambda _: world.files, lambda: world.objects)
-    made.position = made.bounds()[0]
-    return made
+    return Follower(world)
 
 
-def given_by(follower: Beside) -> list[tuple[int, bytes]]:
-    return [(each.id, each.payload) for each in follower.new()]
+def given_by(follower: Follower) -> list[tuple[int, bytes]]:
+    return [(record.id, record.payload) for record in follower.new()]
 
 
 def all_of(world: StreamWorld, start: int | None = None) -> list[tuple[int, bytes]]:
-    return [(each.id, each.payload) for each in world.stream.read(start)]
+    return [(record.id, record.payload) for record in world.stream.read(start)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,7 +131,7 @@ def test_what_retention_took_is_told(world: StreamWorld) -> None:
 def test_a_stream_that_is_dropped_or_none_is_told(world: StreamWorld) -> None:
     world.manifest.register_db("shop", DbKind.PAGES)
     with pytest.raises(WrongKind):
-        Beside(world.manifest, "shop", lambda _: world.files, lambda: world.objects)
+        StreamFileReader(world.manifest, "shop", lambda _: world.files, lambda: world.objects)
     follower = beside(world)
     world.manifest.drop_db(world.stream_id).result()
     with pytest.raises(DatabaseTombstoned):

@@ -23,12 +23,12 @@ import quire
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import visible
 from quire.cli.output import Look, Note, Shown, output_for, pipe_closed, report_error, wrapped
-from quire.core.errors import InternalError, InvalidInput, QuireError, StoreLocked
+from quire.core.errors import InternalError, InvalidInput, QuireError, StoreFenced, StoreLocked
 from quire.core.logs import configure
 from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
-from quire.service.sockets import find_owner
+from quire.service.sockets import find_owner, is_alive, where_owner_listens
 from quire.store.layout import existing_config
 
 if TYPE_CHECKING:
@@ -92,6 +92,23 @@ class Cli:
             moved=moved,
             settings=settings,
         )
+
+    def readable(self) -> Store:
+        """The store, to be read: owned by this process, or beside whoever owns it. A standby, a restored directory and an owner
+        that was fenced are only read. An owner that listens runs the command itself (K8)."""
+        try:
+            return self.owner()
+        except StoreFenced:
+            return self.beside()
+        except StoreLocked:
+            socket_path = where_owner_listens(OsDisk(), os.path.abspath(self.path))
+            if socket_path and is_alive(socket_path):
+                raise
+            return self.beside()
+
+    def beside(self) -> Store:
+        """The store, opened for reading, whoever owns it."""
+        return quire.open(self.path, "r", settings=self.settings())
 
     def keeper(self) -> Store | Client:
         """The store, owned by this process, or a client of the process that owns it (K8)."""

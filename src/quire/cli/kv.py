@@ -4,6 +4,8 @@ Rules
   1. Keys and values are text on the command line (UTF-8), or hexadecimal with --hex; what is shown is text where it is UTF-8,
      and `0x…` where it is not. JSON has them in hexadecimal.
   2. A write is synced before the command says so.
+  3. `get`, `scan` and `stats` also work where this process cannot own the store: beside another owner, on a standby, in a
+     restored directory.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ group = Group("kv")
 def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     """Show the value of a key."""
     name = _given(key, hex_)
-    with cli.owner() as store:
+    with cli.readable() as store:
         value = store.kv(database).get(name)
     if value is None:
         hint = f"`quire kv scan {database}` lists the keys"
@@ -101,7 +103,7 @@ def scan(
         raise InvalidInput("a scan takes a prefix or a range, not both", hint="use --prefix, or --from and --to")
 
     def rows() -> Iterator[Row]:
-        with cli.owner() as store:
+        with cli.readable() as store:
             pairs = store.kv(database).scan(
                 prefix=_given(prefix, hex_) if prefix else None,
                 low=_given(low, hex_),
@@ -118,7 +120,7 @@ def scan(
 @command("stats", group, example="quire kv stats cart")
 def stats(cli: Cli, database: Database) -> Facts:
     """Show the tables, levels and memory of a database."""
-    with cli.owner() as store:
+    with cli.readable() as store:
         figures = store.kv(database).stats()
     lines = [
         ("keys (approx.)", f"{figures.rows - 2 * figures.tombstones + figures.memtable_keys:,}"),

@@ -4,19 +4,17 @@ Rules
   1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
      it is not. JSON has payloads in hexadecimal.
   2. What was appended is durable before the command says so.
-  3. `tail` reads files beside another owner (`quire.stream.file_reader`), and with `--follow` in any case: whoever writes
-     can. The other commands own the store.
+  3. `read`, `tail` and `info` also work where this process cannot own the store: beside another owner, on a standby, in a
+     restored directory. `tail --follow` never owns it: whoever writes can. The other commands own the store.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
-from itertools import islice, takewhile
+from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import manifest_log
@@ -30,15 +28,11 @@ from quire.cli.output import Facts, Listing, Note, Row
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
-from quire.durable.files import OsDisk
-from quire.store.object_location import open_place
-from quire.stream.file_reader import Beside
-from quire.stream.files import StreamFiles
+from quire.stream.gaps import after_records, before_records
 from quire.stream.state import Retention
 from quire.stream.verify import problems
 
 if TYPE_CHECKING:
-    from quire.objects.api import ObjectStore
     from quire.store.store import Store
     from quire.stream.segments import StreamSegment
     from quire.stream.spans import StreamRecord
@@ -60,6 +54,19 @@ group = Group("stream")
 def _open(cli: Cli, name: str, *, create: bool = False) -> Iterator[Stream]:
     with cli.owner() as store:
         yield store.stream(name, create=create)
+
+
+@contextmanager
+def _reading(cli: Cli, name: str, *, beside: bool = False) -> Iterator[Stream]:
+    """A stream, to be read (rule 3); with `beside` also where the owner would run the command."""
+    try:
+        store = cli.readable()
+    except StoreLocked:
+        if not beside:
+            raise
+        store = cli.beside()
+    with store:
+        yield store.stream(name)
 
 
 # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,9 +108,10 @@ def read(
     """Show records in order, from any tier."""
 
     def rows() -> Iterator[Row]:
-        with _open(cli, database) as stream:
+        with _reading(cli, database) as stream:
             begin = stream.first_record if start is None else start
-            ends = [record_id for record_id in (stop, begin + limit if limit else None) if record_id is not None]
+            last = after_records(stream.gaps, begin, limit) if limit else None
+            ends = [record_id for record_id in (stop, last) if record_id is not None]
             yield from map(_record, stream.read(begin, min(ends, default=None)))  # no more is read than is shown
 
     return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no matching records")
@@ -117,42 +125,30 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
     """
     columns = [">id", "appended", "record"]
     if follow:
-        with _beside(cli, database) as (beside, first, end):
-            beside.position = max(first, end - limit)
-            follow_rows(columns, lambda: map(_record, beside.new()), as_json=cli.as_json)
+        with cli.beside() as store:
+            stream = store.stream(database)
+            position = _newest(stream, stream.end_record, limit)
+
+            def new() -> Iterator[Row]:
+                nonlocal position
+                for record in stream.tail(position, timeout=0):
+                    position = record.id + 1
+                    yield _record(record)
+
+            follow_rows(columns, new, as_json=cli.as_json)
         return CliResult(None, OK)
 
     def rows() -> Iterator[Row]:
-        with ExitStack() as closing:
-            try:
-                stream = closing.enter_context(_open(cli, database))
-            except StoreLocked:
-                beside, first, end = closing.enter_context(_beside(cli, database))
-                beside.position = max(first, end - limit) if limit else first
-                yield from map(_record, takewhile(lambda record: record.id < end, beside.new()))
-                return
-            start = stream.first_record if not limit else max(stream.first_record, stream.end_record - limit)
-            yield from map(_record, stream.read(start))
+        with _reading(cli, database, beside=True) as stream:
+            end = stream.end_record  # others may append meanwhile
+            yield from map(_record, stream.read(_newest(stream, end, limit) if limit else None, end))
 
     return Listing(columns=columns, rows=rows(), empty="no records")
 
 
-@contextmanager
-def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
-    """A stream beside whoever owns the store (rule 3): the first record it keeps, and the one behind its last."""
-    root = os.path.abspath(cli.path)
-    with cli.reader() as manifest, ExitStack() as closing:
-
-        @cache
-        def objects() -> ObjectStore:
-            with manifest.read() as txn:
-                url = txn.place_of(txn.database_id(database), "")[1]
-                store = open_place(txn, root, cli.settings(), url)
-            closing.callback(store.close)
-            return store
-
-        beside = Beside(manifest, database, lambda stream_id: StreamFiles(OsDisk(), root, stream_id), objects)
-        yield beside, *beside.bounds()
+def _newest(stream: Stream, end: int, limit: int) -> int:
+    """Where the last so many records before an end begin."""
+    return max(stream.first_record, before_records(stream.gaps, end, limit))
 
 
 def _record(record: StreamRecord) -> Row:
@@ -203,7 +199,7 @@ def _segment(segment: StreamSegment, now_ms: int) -> Row:
 @command("info", group, example="quire stream info clicks")
 def info(cli: Cli, database: Database) -> Facts:
     """Show the size, tiers, consumers and retention of a stream."""
-    with _open(cli, database) as stream:
+    with _reading(cli, database) as stream:
         figures = stream.info()
     held = ", ".join(f"{name} at {consumer.position}" for name, consumer in sorted(figures.consumers.items()))
     lines = [

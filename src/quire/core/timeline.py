@@ -12,8 +12,8 @@ because what follows it here is not what followed it there. `last` itself is no 
     >>> gaps = (Gap(7, 100),)
     >>> distance(gaps, 5, 102), step(gaps, 5, 3), step_back(gaps, 101, 3), list(pieces(gaps, 6, 101))
     (5, 100, 6, [(6, 7), (100, 101)])
-    >>> lost(gaps, 7), lost(gaps, 8)
-    (None, Gap(last=7, first=100))
+    >>> lost(gaps, 7), lost(gaps, 8), settled(gaps, 8), settled(gaps, 7)
+    (None, Gap(last=7, first=100), 100, 7)
 
 Pure functions, any thread.
 """
@@ -65,6 +65,17 @@ def lost(gaps: Gaps, position: int) -> Gap | None:
 def lost_start(gaps: Gaps, start: int) -> Gap | None:
     """The same for a number to begin with: that behind the last of a range is where its readers go on."""
     return lost(gaps, start - 1) if all(start != gap.first for gap in gaps) else None
+
+
+def settled(gaps: Gaps, start: int) -> int:
+    """The number that reading from `start` on begins with: the one behind the last of a range is the first of the next.
+
+    A range in which no number was given leaves two gaps without a number between them.
+    """
+    for gap in gaps:
+        if start == gap.last + 1:
+            start = gap.first
+    return start
 
 
 def distance(gaps: Gaps, after: int, upto: int) -> int:

@@ -36,7 +36,7 @@ import msgspec
 
 from quire.core.errors import Corruption, OutOfRange
 from quire.durable.checksums import Bytes, crc64
-from quire.durable.files import Disk, read_all
+from quire.durable.files import Disk, File, read_all
 from quire.durable.log_format import (
     HEAD,
     HEAD_BYTES,
@@ -139,6 +139,22 @@ def scan(
     )
 
 
+def read_on(file: File, header: LogHeader, end: int) -> tuple[list[bytes], list[int], int]:
+    """The records that were appended behind an end that was read before, their offsets, and where the log ends now.
+
+    For who reads beside the writer: a frame that is not whole is not there yet, and no verdict is given.
+    """
+    head = file.read_at(HEAD_BYTES, end)
+    if len(head) < HEAD_BYTES or HEAD.unpack(head)[1] != header.tag:
+        return [], [], end
+    start = end - LINK_BYTES
+    payloads: list[bytes] = []
+    offsets: list[int] = []
+    data = file.read_at(max(file.size() - start, 0), start)
+    cut, _, _, _ = _walk(data, header.tag, LINK_BYTES, payloads, offsets, base=start)
+    return payloads, [start + offset for offset in offsets], start + cut
+
+
 def find_frames(data: Bytes, header: LogHeader, start: int = HEADER_BYTES) -> Iterator[Frame]:
     """Every frame at or behind `start` that is valid by itself (rule 2 of the format), however it is surrounded.
 
@@ -158,8 +174,13 @@ def find_frames(data: Bytes, header: LogHeader, start: int = HEADER_BYTES) -> It
             position += 1
 
 
-def _walk(data: bytes, tag: int, offset: int, payloads: list[bytes], offsets: list[int]) -> tuple[int, int, int, bool]:
-    """Follow the chain from `offset`, filling the lists: (cut, link, proven, whether the last frame is a full mark)."""
+def _walk(
+    data: bytes, tag: int, offset: int, payloads: list[bytes], offsets: list[int], *, base: int = 0
+) -> tuple[int, int, int, bool]:
+    """Follow the chain from `offset`, filling the lists: (cut, link, proven, whether the last frame is a full mark).
+
+    `base` is where in the file `data` begins.
+    """
     size = len(data)
     view = memoryview(data)
     # Locals: this loop is all of replay's cost.
@@ -176,7 +197,7 @@ def _walk(data: bytes, tag: int, offset: int, payloads: list[bytes], offsets: li
         if found_tag != tag or end > size - LINK_BYTES or length > PAYLOAD_BYTES_MAX:
             break
         (found_link,) = unpack_link(data, end)
-        if crc(view[offset:end], link) != found_link or not HEADER_BYTES <= claimed <= offset:
+        if crc(view[offset:end], link) != found_link or not HEADER_BYTES <= claimed <= offset + base:
             break
         synced = claimed
         link = found_link
@@ -185,7 +206,7 @@ def _walk(data: bytes, tag: int, offset: int, payloads: list[bytes], offsets: li
             add_payload(data[body:end])
             last_is_mark = False
         else:
-            last_is_mark = synced == offset
+            last_is_mark = synced == offset + base
         offset = end + LINK_BYTES
     return offset, link, synced, last_is_mark
 

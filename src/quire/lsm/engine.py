@@ -25,12 +25,9 @@ import msgspec
 from quire.core.barrier import changes, may_change
 from quire.core.clock import Clock
 from quire.core.closing import close_all
-from quire.core.errors import (
-    Corruption,
-    ReadOnly,
-    StoreClosed,
-)
+from quire.core.errors import Corruption, StoreClosed
 from quire.core.events import emit
+from quire.core.refusal import refuse
 from quire.core.settings import LsmSettings
 from quire.durable import quarantine
 from quire.durable.files import Disk
@@ -40,6 +37,7 @@ from quire.lsm.block_cache import BlockCache
 from quire.lsm.compaction import table_options
 from quire.lsm.kv import Kv
 from quire.lsm.projection import CompactionJobs, KvProjection
+from quire.lsm.read_only import ReadOnlyKv
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
@@ -100,12 +98,8 @@ class KvEngine:
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @may_change
     def open(self, db: int | str, *, create: bool = False) -> Kv:
-        """A key-value database, recovered; with `create` it is registered if there is none of this name."""
-        if self._manifest.read_only:
-            raise ReadOnly(
-                "a key-value database can only be opened by the process that owns the store",
-                hint='open the store with mode="rw"; if a `quire serve` owns it, `quire kv` commands run there',
-            )
+        """A key-value database, recovered; with `create` it is registered if there is none of this name. In a store that was
+        opened for reading: the database, to be read."""
         with self._lock:
             self._require()
             if create and isinstance(db, str) and not self._is_known(db):
@@ -117,10 +111,29 @@ class KvEngine:
                 return kv
             if kv is not None:
                 kv.abandon()
+            if self._manifest.read_only:
+                kv = self._open[db_id] = self._open_to_read(db_id, record)
+                return kv
             kv = self._recover(db_id, record)
             self._open[db_id] = kv
             self._seen.add(db_id)
             return kv
+
+    def _open_to_read(self, db_id: int, record: DbRecord) -> Kv:
+        def line() -> int:
+            with self._manifest.read() as txn:
+                return txn.first_number()
+
+        return ReadOnlyKv(
+            self._disk,
+            LsmHome(self._path(lsm_home(db_id))),
+            self._owner(db_id),
+            record.name,
+            self._settings,
+            self.cache,
+            is_made=record.config_hash == FILES_MADE,
+            line=line,
+        )
 
     def _recover(self, db_id: int, record: DbRecord) -> Kv:
         home = self._path(lsm_home(db_id))
@@ -138,6 +151,8 @@ class KvEngine:
         kv.check_owner = self._manifest.writer.check_owner
         kv.require_writable = Writability(self._manifest, db_id).require
         kv.barrier = self._manifest.barrier
+        with self._manifest.read() as txn:
+            kv.first_lsn = txn.first_number()
         self._manifest.cover(kv)
         kv.fold()
         if not is_made and record.status is DbStatus.ACTIVE:
@@ -172,6 +187,8 @@ class KvEngine:
         from quire.lsm.backup import find_table  # both load Arrow, and repairs are rare
         from quire.lsm.repair import carry_out, survey
 
+        if self._manifest.read_only:
+            refuse("the store", path=self._root)
         with self._lock:
             self._require()
             with self._manifest.read() as txn:

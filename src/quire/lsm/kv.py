@@ -169,6 +169,8 @@ class Kv(KvRanges):
         """Raises if the database takes no writes; set by the engine."""
         self.barrier: Barrier | None = None
         """What acknowledgements wait behind in mode `sync` of the archive; set by the engine."""
+        self.first_lsn = 0
+        """The first number of the store's current range (A10): the next lsn is not below it; set by the engine."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
         self.upkeep = KvMaintenance(self, jobs, background=background)
@@ -283,7 +285,7 @@ class Kv(KvRanges):
 
     def _append(self, items: Items, call: int) -> tuple[KvWal, int, int]:
         """Write a batch and have readers see it: where, where its record ends, its lsn. REQUIRES the write lock."""
-        wal, lsn = self._wal, self._lsn + 1
+        wal, lsn = self._wal, self._next_lsn()
         record = encode_batch(lsn, items, call)
         try:
             end = wal.append(record)
@@ -296,6 +298,10 @@ class Kv(KvRanges):
         if call:
             self._calls.add(call, lsn)
         return wal, end, lsn
+
+    def _next_lsn(self) -> int:
+        """After a takeover not one that the former owner may have given to a batch that is lost."""
+        return max(self._lsn + 1, self.first_lsn)
 
     @changes
     def sync(self) -> None:
@@ -424,7 +430,7 @@ class Kv(KvRanges):
             self.require()
             if self.view.memtable.entries:
                 self._freeze()
-            lsn = self._lsn + 1
+            lsn = self._next_lsn()
             self.manifest.update_lsn(lsn)
             with self._visibility:
                 self._lsn = lsn

@@ -27,12 +27,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from quire.core.errors import Corruption, InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
-from quire.durable.log_reader import LogContents, LogEnd
+from quire.durable.log_reader import LogContents, LogEnd, read_on, scan
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import TEMPORARY, LsmHome
 from quire.lsm.manifest_data import (
@@ -394,6 +396,63 @@ class Manifest:
         )
         self._failure.__cause__ = error
         self._log.abandon()
+
+
+class ReadManifest(msgspec.Struct, frozen=True):
+    """A manifest as it was read, without being opened."""
+
+    data: ManifestData
+    header: LogHeader | None
+    """Of its log; `None` if there is no manifest."""
+    end: int
+    """Where the log ended."""
+
+    def is_current(self, disk: Disk, home: LsmHome) -> bool:
+        """Whether nothing was logged since. A checkpoint begins a new log, and changes nothing."""
+        try:
+            file = disk.open(home.manifest_log, write=False)
+        except FileNotFoundError:
+            return self.header is None
+        try:
+            header = decode_header(file.read_at(NAMED_HEADER_BYTES, 0), home.manifest_log)
+            return header == self.header and not read_on(file, header, self.end)[0]
+        finally:
+            file.close()
+
+
+def read_manifest(disk: Disk, home: LsmHome, owner: Owner, *, number: int = 0) -> ReadManifest:
+    """The manifest below `home`, which another process may be changing; nothing is written.
+
+    `Corruption` if the files do not fit together: also if a checkpoint came while they were read, so beside an owner whoever
+    asks tries again.
+    """
+    raw = _snapshot_bytes(disk, home)
+    snapshot = decode_snapshot(raw, home.manifest_snapshot) if raw is not None else None
+    path = home.manifest_log
+    try:
+        log = read_all(disk, path)
+    except FileNotFoundError:
+        if snapshot is None:
+            return ReadManifest(ManifestData(), None, 0)
+        raise Corruption("the manifest's log is missing", hint=REPAIR, path=path) from None
+    if _snapshot_bytes(disk, home) != raw:  # else the log may continue another snapshot than the one that was read
+        raise Corruption("the manifest was written while it was read", hint="try again", path=path)
+    contents = scan(log, path)
+    owner.require(contents.header, number, path)
+    data = snapshot.manifest_data if snapshot is not None else ManifestData()
+    is_first = contents.header.kind == LOG_FIRST
+    if snapshot is None or contents.header.salt != snapshot.covered_salt:
+        if is_first is not (snapshot is None):
+            raise Corruption("the manifest's log does not continue its snapshot", hint=REPAIR, path=path)
+        replay(data, contents.payloads, contents.offsets, path)
+    return ReadManifest(data, contents.header, contents.end)
+
+
+def _snapshot_bytes(disk: Disk, home: LsmHome) -> bytes | None:
+    try:
+        return read_all(disk, home.manifest_snapshot)
+    except FileNotFoundError:
+        return None
 
 
 def _new_log(disk: Disk, path: str, kind: bytes, owner: Owner) -> LogWriter:

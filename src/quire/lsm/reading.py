@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from quire.lsm.kv import Kv
     from quire.lsm.merge import Hidden
+    from quire.lsm.view import KvView
 
 
 class HeldLsns:
@@ -124,33 +125,39 @@ def _range(prefix: Buffer | None, low: Buffer, high: Buffer | None) -> tuple[byt
 class KvSnapshot(KvRanges):
     """A database as it was; made by `Kv.snapshot`."""
 
-    def __init__(self, kv: Kv, lsn: int, hidden: Hidden, held: tuple[int, ...]) -> None:
+    def __init__(self, kv: Kv, lsn: int, hidden: Hidden, held: tuple[int, ...], view: KvView | None = None) -> None:
+        """`view`: what it reads where compactions do not know of it; else what the database is at each read."""
         self.lsn = lsn
+        self._view = view
         self._kv = kv
         self._hidden = hidden
         self._held = held
         self._open = True
 
+    @property
+    def _reads(self) -> KvView:
+        return self._kv.view if self._view is None else self._view
+
     def get(self, key: Buffer) -> bytes | None:
         """The value that a key had, `None` if it had none."""
         self._require()
-        return self._kv.view.get(as_bytes(key), self.lsn, self._hidden)
+        return self._reads.get(as_bytes(key), self.lsn, self._hidden)
 
     def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
         """The values that keys had, in their order."""
         self._require()
-        return self._kv.view.get_many(keys, self.lsn, self._hidden)
+        return self._reads.get_many(keys, self.lsn, self._hidden)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         self._require()
         # One view for the whole scan: it holds the files that the scan reads.
-        for batch in self._kv.view.scan(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
+        for batch in self._reads.scan(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
             yield batch
             self._require()
 
     def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
         self._require()
-        for pairs in self._kv.view.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
+        for pairs in self._reads.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
             yield pairs
             self._require()
 
@@ -163,7 +170,7 @@ class KvSnapshot(KvRanges):
         """The same with `pairs`."""
         with self:  # not `yield from self.pairs(…)`: another generator between the rows and their reader costs a tenth
             self._require()
-            for pairs in self._kv.view.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
+            for pairs in self._reads.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
                 yield pairs
                 self._require()
 

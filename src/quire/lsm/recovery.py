@@ -79,7 +79,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         tables.extend(_open_tables(disk, home, state, cache, facts))
         levels = Levels(tables)
         hit("lsm.recovery.tables")
-        memtables = [_replay(disk, home, number, levels.lsn_max, wals, facts, calls) for number in _numbers(state)]
+        memtables = [_replay(disk, home, number, levels.lsn_max, wals, facts, calls) for number in wals_in_order(state)]
         last = max(state.last_lsn, levels.lsn_max, *(memtable.lsn_max for memtable in memtables))
         if facts.ends is not None and last < facts.ends.last_lsn:
             text = "acknowledged writes are missing from the database"
@@ -105,7 +105,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
     return RecoveredKv(manifest, active, KvView(memtables[-1], tuple(reversed(frozen)), levels), last, calls)
 
 
-def _numbers(state: ManifestData) -> list[int]:
+def wals_in_order(state: ManifestData) -> list[int]:
     """The WALs in the order of their batches; the active one, which may still be listed as frozen, is the last."""
     return [*(number for number in state.frozen_wals if number != state.active_wal), state.active_wal]
 

@@ -21,7 +21,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk, remove_tree, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import LsmHome
-from quire.lsm.manifest import Manifest
+from quire.lsm.manifest import read_manifest
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
@@ -29,7 +29,7 @@ from quire.lsm.reading import KvRanges
 from quire.lsm.short_scan import Pair
 from quire.lsm.view import LSN_MAX, KvView, Levels, open_table
 from quire.lsm.wal import Buffer, as_bytes
-from quire.lsm.witnesses import REPAIR, Owner, StoreFacts
+from quire.lsm.witnesses import REPAIR, Owner
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,13 +99,14 @@ class FrozenCopy(msgspec.Struct, frozen=True):
         hint = "drop the snapshot, or restore its directory from a copy of the store"
         if not disk.exists(self.path):
             raise Corruption("the snapshot's files are missing", hint=hint, path=self.path)
-        facts = StoreFacts(self.owner, is_made=True)
         try:
-            with Manifest.open(disk, LsmHome(self.path), facts, number=self.number) as manifest:
-                state = manifest.state()
+            manifest = read_manifest(disk, LsmHome(self.path), self.owner, number=self.number)
         except Corruption as error:
             error.hint = hint
             raise
+        if manifest.header is None:
+            raise Corruption("the manifest is missing", hint=hint, path=self.path)
+        state = manifest.data
         if state.last_lsn != self.lsn:
             text = "the snapshot's files do not match its record"
             raise Corruption(text, hint=hint, path=self.path, lsn=state.last_lsn, expected=self.lsn)

@@ -31,6 +31,7 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.timeline import SKIPPED_SNAPSHOTS
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
 from quire.manifest.slots import artifacts
@@ -153,9 +154,12 @@ class Snapshots:
         self, db_id: int, name: str, anchor: Anchor, tags: dict[str, str], expires_at_ms: int
     ) -> tuple[ManifestGuard, int]:
         with self._manifest.read() as txn:
-            record = txn.database(db_id)
+            record, newest = txn.database(db_id), txn.first_number()
+        own = record.next_snapshot_id if record else 1
+        if record is not None and record.snapshot_range != newest:  # the first one since a takeover (A10)
+            own += SKIPPED_SNAPSHOTS
         with self._lock:  # ids rise in the order of the queue, or the later one would be refused
-            snapshot_id = max(record.next_snapshot_id if record else 1, self._next.get(db_id, 1))
+            snapshot_id = max(own, self._next.get(db_id, 1))
             op = PublishSnapshot(
                 db_id,
                 snapshot_id,

@@ -11,13 +11,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from quire.core.errors import AccessDenied, CursorLost, InvalidInput, OutOfRange, QuireError, TimedOut, UnknownDatabase
+from quire.core.errors import (
+    AccessDenied,
+    CursorLost,
+    InvalidInput,
+    OutOfRange,
+    QuireError,
+    StoreClosed,
+    StoreUnusable,
+    TimedOut,
+    UnknownDatabase,
+)
 from quire.core.json_values import plain
 from quire.core.reader_info import ReaderInfo
 from quire.core.tracing import continued
@@ -46,6 +57,7 @@ from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
 from quire.service.values import DatabaseInfo, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
+from quire.stream.gaps import begin_at
 from quire.stream.remote_read import SharedStream, share
 
 WAIT_PIECE_SECONDS = 0.25
@@ -297,14 +309,13 @@ class Handlers:
         """The end, behind `record` or as it is when the time is over."""
         stream, clock = self._store.stream(request.name), self._store.manifest.clock
         deadline = clock.monotonic() + min(max(request.seconds, 0.0), self._store.settings.service.wait_seconds_max)
-        hot = stream.hot
-        while stream.end_record <= request.record and hot.failure is None:
+        record = begin_at(stream.gaps, request.record)
+        while stream.end_record <= record and stream.failure is None:
             rest = deadline - clock.monotonic()
             if rest <= 0 or call.is_over():
                 break
-            hot.waiters.sleep_until(
-                lambda: hot.durable > request.record or hot.failure is not None, min(rest, WAIT_PIECE_SECONDS)
-            )
+            with suppress(StoreClosed, StoreUnusable):  # the next question opens it again
+                stream.wait(record, min(rest, WAIT_PIECE_SECONDS))
         end: int = stream.end_record
         return end
 
@@ -320,6 +331,7 @@ class Handlers:
         if start is None:
             raise InvalidInput("a consumer starts at `oldest`, `latest` or a record", start=request.start)
         if request.consumer not in stream.consumers:
+            start = begin_at(stream.gaps, start)
             if start < first:
                 raise CursorLost(
                     "these records are no longer retained",

@@ -80,9 +80,9 @@ def object_options(hello: Hello) -> dict[str, StoreOptions]:
     return {url: options_at(url, settings, named) for url in urls if "://" in url}
 
 
-def disk_at(path: str) -> Disk:
+def disk_at(path: str, options: Mapping[str, StoreOptions] | None = None) -> Disk:
     """The disk on which an executor finds the files of the store that `path` is in. A store that was restored from an archive
-    (`quire.open_archive`) has its large files in the bucket."""
+    has its large files in the bucket. `options` says how buckets are reached, by URL; else quire.toml and environment do."""
     root = os.path.abspath(path)
     while not os.path.isfile(os.path.join(root, names.CONFIG)):
         if root == os.path.dirname(root):
@@ -94,7 +94,8 @@ def disk_at(path: str) -> Disk:
 
     settings = load(read_all(OsDisk(), os.path.join(root, names.CONFIG)))
     url = settings.object_store
-    return RemoteFiles(OsDisk(), root, lambda: open_store(url, options=options_at(url, settings, [])))
+    known = (options or {}).get(url)
+    return RemoteFiles(OsDisk(), root, lambda: open_store(url, options=known or options_at(url, settings, [])))
 
 
 def options_of(store: Served) -> dict[str, str]:

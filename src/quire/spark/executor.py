@@ -35,6 +35,7 @@ from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
+from quire.spark.access import disk_at
 
 CACHE_BYTES = 4 * MIB
 """Jobs read each page once: what is cached is the odd neighbour."""
@@ -105,7 +106,7 @@ def tools_of(site: Site) -> Iterator[Tools]:
             kept[name] = open_store(url, options=options)
         return kept[name]
 
-    disk = OsDisk()
+    disk = disk_at(site.root, site.options) if site.root else OsDisk()
     # Without a directory there are no files: the name of one that cannot exist says so to `Sources`.
     sources = Sources(root=site.root or "/nonexistent", disk=disk, open_store=opened, cache=PageCache(CACHE_BYTES))
     try:

@@ -22,6 +22,7 @@ from quire.manifest.namespaces import Parent
 from quire.objects.ownership import newer_owner
 from quire.store import object_location
 from quire.store.layout import objects_url
+from quire.store.reader_files import ReaderFiles
 from quire.store.store import Store
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _drill(store: Store) -> DrillRecord:
 def open_beside(root: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk) -> Store:
     """The store of a reader."""
     store: Store
-    store = Store(root, settings, manifest, None, _with_remote_files(disk, root, lambda: store.objects))
+    store = Store(root, settings, manifest, None, ReaderFiles(disk, root, lambda: store.objects))
     return store
 
 

@@ -45,6 +45,11 @@ class Batches:
         kept: list[RecordSpan] = []
         rows = size = 0
         for span in spans:
+            if (
+                kept and span.first_record != kept[-1].end_record
+            ):  # a takeover in between: ids of a batch are consecutive
+                yield self.make(kept)
+                kept, rows, size = [], 0, 0
             kept.append(span)
             rows += len(span.column)
             size += span.size_bytes

@@ -35,6 +35,7 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.events import emit
+from quire.core.refusal import refuse
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk, remove_tree
 from quire.durable.names import STREAMS, parse_stream_home, stream_home
@@ -49,6 +50,7 @@ from quire.stream.maintenance import Moved
 from quire.stream.metrics import LogFigures
 from quire.stream.mlog_modes import Mode
 from quire.stream.projection import StreamProjection
+from quire.stream.read_only import ReadOnlyStream
 from quire.stream.repair import Repair
 from quire.stream.sources import StreamCache
 from quire.stream.state import load_mode, log_objects, save_mode
@@ -108,13 +110,8 @@ class StreamEngine:
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @may_change
     def open(self, db: int | str, *, create: bool = False) -> Stream:
-        """A stream, recovered; with `create` it is registered if there is none of this name."""
-        if self._manifest.read_only:
-            raise ReadOnly(
-                "a stream can only be opened by the process that owns the store",
-                hint='open the store with mode="rw"; `quire stream tail` also reads while another process owns it, and if that '
-                "is a `quire serve`, the other `quire stream` commands run there",
-            )
+        """A stream, recovered; with `create` it is registered if there is none of this name. In a store that was opened for
+        reading: the stream, to be read."""
         with self._lock:
             self._require()
             if create and isinstance(db, str) and not self._is_known(db):
@@ -126,10 +123,22 @@ class StreamEngine:
                 return stream
             if stream is not None:
                 stream.abandon()
+            if self._manifest.read_only:
+                stream = self._open[stream_id] = self._open_to_read(stream_id)
+                return stream
             stream = self._open[stream_id] = self._recover(stream_id)
             self._seen.add(stream_id)
             self._start()
             return stream
+
+    def _open_to_read(self, stream_id: int) -> Stream:
+        return ReadOnlyStream(
+            self._manifest,
+            stream_id,
+            lambda number: StreamFiles(self._disk, self._root, number),
+            lambda: self._open_store(self.objects_url(stream_id)),
+            self._settings,
+        )
 
     def _recover(self, stream_id: int) -> Stream:
         url = self.objects_url(stream_id)
@@ -167,6 +176,8 @@ class StreamEngine:
 
         The stream is closed meanwhile, and afterwards: whoever opens it sees whether that was enough.
         """
+        if self._manifest.read_only:
+            refuse("the store", path=self._root)
         with self._lock:
             self._require()
             with self._manifest.read() as txn:
@@ -228,7 +239,7 @@ class StreamEngine:
 
     def figures(self) -> list[LogFigures]:
         """The figures of the manifest logs of open streams, by the design document's names."""
-        return [stream.figures() for stream in self.streams()]
+        return [] if self._manifest.read_only else [stream.figures() for stream in self.streams()]
 
     # ── manifest logs ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property

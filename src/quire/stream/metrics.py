@@ -103,11 +103,11 @@ class StreamCollector:
         lag_labels = [*LABELS, "consumer"]
         lag = GaugeMetricFamily("quire_stream_consumer_lag", "records a consumer has not read", labels=lag_labels)
         for labels, info in self._streams():
-            appended.add_metric(labels, info.end_record - 1)  # ids begin at 1
+            appended.add_metric(labels, info.appended)
             kept.add_metric(labels, info.records)
             for tier in ("hot", "warm", "remote"):
                 segments.add_metric([*labels, tier], getattr(info, f"{tier}_segments"))
                 sizes.add_metric([*labels, tier], getattr(info, f"{tier}_bytes"))
-            for name, consumer in info.consumers.items():
-                lag.add_metric([*labels, name], max(info.end_record - consumer.position, 0))
+            for name in info.consumers:
+                lag.add_metric([*labels, name], info.lag(name))
         yield from (appended, kept, segments, sizes, lag)

@@ -189,6 +189,11 @@ class StreamProjection:
             state = txn.wal_state(self._stream_id)
         return (state.last_applied_lsn if state is not None else 0) + 1
 
+    def range_starts(self) -> list[int]:
+        """The first numbers of the ranges that takeovers of the store have begun (A10)."""
+        with self._manifest.read() as txn:
+            return [first for first, _ in txn.timelines()]
+
     def facts(self, etags: Mapping[int, str]) -> dict[int, SegmentFacts]:
         """What LMDB and the directories say of every sealed segment; `etags` are believed."""
         hot, warm = set(self._files.segments(Tier.HOT)), set(self._files.segments(Tier.WARM))

@@ -1,6 +1,7 @@
 """Reads a stream over all its tiers: records in order, by id or by time, one by one or as Arrow batches.
 
-A read is of [start, stop) as it was asked for; below what is retained it raises `CursorLost`: never a silent gap. The nearest
+A read is of [start, stop) as it was asked for; below what is retained, and from a record that a takeover has lost, it raises
+`CursorLost`: never a silent gap. The nearest
 copy is read: hot file, compressed file, object; of an object only the frames that are wanted are fetched. A copy that moved
 on while it was read is looked up again. A tail sees durable records only, each once, in order.
 
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
+from quire.core.timeline import Gaps, settled
 from quire.stream.files import StreamFiles
+from quire.stream.gaps import begin_at
 from quire.stream.hot import HotLog
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import SegmentList, StreamSegment
@@ -55,6 +58,7 @@ class StreamReader:
         cache: StreamCache,
         settings: StreamSettings,
         *,
+        gaps: Gaps = (),
         touch: Callable[[int], None] = lambda _: None,
         hydrate: Callable[[int], bool] = lambda _: False,
     ) -> None:
@@ -64,6 +68,8 @@ class StreamReader:
         self._store = store
         self._cache = cache
         self._settings = settings
+        self.gaps = gaps
+        """Record ids that takeovers have left out."""
         self._touch = touch
         self._hydrate = hydrate
         self.failure: QuireError | None = None
@@ -104,8 +110,9 @@ class StreamReader:
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""
         self._require()
-        position = self._hot.durable if start is None else start
+        position = self._hot.durable if start is None else begin_at(self.gaps, start)
         while True:
+            position = settled(self.gaps, position)
             if position < self._hot.durable:
                 for record in self._newest(position) or self.read(position, self._hot.durable):
                     yield record
@@ -149,14 +156,15 @@ class StreamReader:
                 continue
             if record is not None:
                 return min(max(record, position), self._hot.durable)
-            position = max(segment.end_record, position + 1) if segment.is_sealed else self._hot.durable
+            behind = max(segment.end_record, position + 1) if segment.is_sealed else self._hot.durable
+            position = settled(self.gaps, behind)
         return self._hot.durable
 
     # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
         self._require()
         first, end = self.first_record, self._hot.durable
-        begin = first if start is None else start
+        begin = first if start is None else begin_at(self.gaps, start)
         if begin < first:
             hint = f"the first one is {first}"
             raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
@@ -167,7 +175,7 @@ class StreamReader:
     def _spans(self, position: int, stop: int) -> Iterator[RecordSpan]:
         """The records of [position, stop), checked."""
         search = _Search()
-        while position < stop:
+        while (position := settled(self.gaps, position)) < stop:
             segment, tier = self._choose(position, stop, search)
             begun = position
             try:

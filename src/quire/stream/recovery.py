@@ -20,6 +20,7 @@ import msgspec
 from quire.core.errors import Corruption, QuireError, StoreLocked
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
+from quire.core.timeline import Gap, settled
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.names import StreamSegmentFile, Tier
@@ -59,6 +60,7 @@ class RecoveredStream(msgspec.Struct, frozen=True, kw_only=True):
     dictionaries: Dictionaries
     next_segment: int
     next_record: int
+    gaps: tuple[Gap, ...]
     epoch: int
     torn_bytes: int
 
@@ -79,11 +81,14 @@ def recover_stream(
     _sweep(files, ledger, clock)
     ledger.fold_all()
     segments = ledger.view.segments
+    own_end = max([projection.next_record(), *(segment.end_record for segment in segments)])
+    gaps = state.remember_gaps(segments, own_end, projection.range_starts())
     return RecoveredStream(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
         next_segment=max(ledger.index.opened_max, state.stored.log_segment, projection.last_segment()) + 1,
-        next_record=max([projection.next_record(), *(segment.end_record for segment in segments)]),
+        next_record=settled(gaps, own_end),
+        gaps=gaps,
         epoch=max((segment.epoch for segment in segments), default=0) + 1,
         torn_bytes=torn,
     )

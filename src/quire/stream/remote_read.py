@@ -23,7 +23,9 @@ from quire.core.cache import ByteCache
 from quire.core.errors import Corruption, CursorLost, InvalidInput, OutOfRange, QuireError
 from quire.core.events import emit
 from quire.core.limits import MIB
+from quire.core.timeline import Gap, Gaps, settled
 from quire.stream.files import StreamFiles
+from quire.stream.gaps import begin_at
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import StreamSegment
 from quire.stream.sources import VERIFY, Lost, StreamCache, hot_source, remote_source, retried, warm_source
@@ -81,6 +83,8 @@ class SharedStream(msgspec.Struct, frozen=True, array_like=True):
     end_record: int
     segments: tuple[SharedSegment, ...] = ()
     """Those with records of what was asked for, in order; no more than one answer has room for."""
+    gaps: tuple[Gap, ...] = ()
+    """Record ids that takeovers have left out."""
 
 
 Locate = Callable[[int, int, bool], SharedStream]
@@ -103,7 +107,8 @@ def share(
     With `upload` every record that was asked for is in an object when this returns.
     """
     first, end = stream.first_record, stream.end_record
-    begin, last = first if start is None else start, end if stop is None else min(stop, end)
+    begin = first if start is None else begin_at(stream.gaps, start)
+    last = end if stop is None else min(stop, end)
     if begin < first:
         hint = f"the first one is {first}"
         raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
@@ -112,13 +117,13 @@ def share(
     if upload and begin < last:
         _upload(stream, begin, last)
     shared: list[SharedSegment] = []
-    for segment in stream.ledger.view:
+    for segment in stream.segments():
         if len(shared) >= min(segments_max, SEGMENTS_MAX):
             break
-        entry = _shared(stream, segment, end)
-        if entry is not None and entry.base_record < last and entry.end_record > begin and begin < last:
-            shared.append(entry)
-    return SharedStream(store_id, stream.stream_id, stream.files.root, objects_url, first, end, tuple(shared))
+        if segment.base_record < last and segment.end_record > begin and begin < last:
+            shared.append(segment)
+    gaps = tuple(stream.gaps)
+    return SharedStream(store_id, stream.stream_id, stream.files.root, objects_url, first, end, tuple(shared), gaps)
 
 
 def _upload(stream: Stream, begin: int, last: int) -> None:
@@ -129,6 +134,14 @@ def _upload(stream: Stream, begin: int, last: int) -> None:
     for segment in stream.ledger.view:
         if segment.is_sealed and not segment.is_remote and segment.base_record < last and segment.end_record > begin:
             stream.tiers.upload(segment.segment_id)
+
+
+def shared_segments(stream: Stream) -> Iterator[SharedSegment]:
+    """The segments of an open stream."""
+    durable = stream.end_record
+    for segment in stream.ledger.view:
+        if (entry := _shared(stream, segment, durable)) is not None:
+            yield entry
 
 
 def _shared(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegment | None:
@@ -163,13 +176,16 @@ class SharedReader:
         locate: Locate,
         *,
         uploads: bool = True,
+        gaps: Gaps = (),
     ) -> None:
-        """`uploads`: whether the owner may be asked to upload records that are only in its files."""
+        """`uploads`: whether the owner may be asked to upload records that are only in its files. `gaps`: record ids that
+        takeovers have left out."""
         self._files = files if files is not None and os.path.isdir(files.home) else None
         self._store = store
         self._stream_id = stream_id
         self._locate = locate
         self._uploads = uploads and self._files is None
+        self.gaps = gaps
         self._cache: StreamCache = ByteCache(CACHE_BYTES)
 
     def batches(self, segments: tuple[SharedSegment, ...], start: int, stop: int) -> Iterator[Any]:
@@ -183,7 +199,7 @@ class SharedReader:
         bad: set[tuple[SharedSegment, int]] = set()
         error: QuireError = CursorLost("these records are no longer retained", start=position)
         asked = 0
-        while position < stop:
+        while (position := settled(self.gaps, position)) < stop:
             segment = _holding(segments, position)
             tier = next((tier for tier in self._tiers(segment) if (segment, tier) not in bad), None)
             if segment is None or tier is None:

@@ -114,8 +114,8 @@ def view_of(index: ManifestIndex, before: SegmentList = EMPTY, changed: frozense
         for number in sorted(index.entries)
     ]
     for place, (segment, following) in enumerate(pairwise(segments)):
-        if segment.is_sealed and segment.end_record != following.base_record:
-            # Each begins where the one before ends; a record of `catch_up` cannot say where that is.
+        if segment.is_sealed and not segment.records:
+            # A record of `catch_up` may not say where it ends. None that is empty is followed by another.
             segments[place] = msgspec.structs.replace(segment, end_record=following.base_record)
     return SegmentList(tuple(segments), tuple(segment.base_record for segment in segments))
 

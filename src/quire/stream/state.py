@@ -1,5 +1,5 @@
 """What a stream remembers beside its log: its consumers, its retention, the mode in which it was last open, and where its log
-went on when the store was taken over.
+and its record ids went on when the store was taken over.
 
 The file is replaced whole and ends with a checksum: nothing is retired by a retention or a position that is not the one that
 was written. Positions of consumers only rise. What some consumer has not read stays, whatever age and bytes say; one that has
@@ -20,11 +20,13 @@ import msgspec
 from quire.core.clock import Clock
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
 from quire.core.recent_keys import RecentKeys
+from quire.core.timeline import Gap
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import MODE_FILE, STREAMS, check_name
 from quire.objects.api import ObjectStore
 from quire.stream.files import StreamFiles
+from quire.stream.gaps import gaps_between, gaps_with_range
 from quire.stream.mlog_tier2 import EpochBegin, LogObjects
 from quire.stream.segments import StreamSegment
 
@@ -72,6 +74,8 @@ class StoredState(msgspec.Struct, frozen=True):
     """The highest segment that the manifest log had opened when it was left: it is not asked while it is off."""
     calls: tuple[tuple[int, int], ...] = ()
     """Idempotency keys of the newest appends in sealed segments, with their first records; those of the open one are in it."""
+    gaps: tuple[Gap, ...] = ()
+    """Record ids that takeovers have left out, in order."""
     crc64: str = ""
     """Of the file with nothing in its place, in hex. Empty in memory, and in files from before."""
 
@@ -79,7 +83,8 @@ class StoredState(msgspec.Struct, frozen=True):
 _HINT = "restore it from a backup, or remove it: consumers and retention are then forgotten"
 
 
-def _load(files: StreamFiles) -> StoredState:
+def load_state(files: StreamFiles) -> StoredState:
+    """What `stream.json` says; what a new stream has, if it is not there."""
     path = files.state
     try:
         data = read_all(files.disk, path)
@@ -96,13 +101,13 @@ def _load(files: StreamFiles) -> StoredState:
 
 def believed_end(files: StreamFiles) -> int | None:
     """How many records the manifest log had at the last clean close; `None` if it is not what is believed."""
-    stored = _load(files)
+    stored = load_state(files)
     return stored.log_records if stored.mode == "on" else None
 
 
 def begins_of(files: StreamFiles) -> tuple[EpochBegin, ...]:
     """Where the manifest log went on for owner epochs that took over, for whoever only reads."""
-    return _load(files).begins
+    return load_state(files).begins
 
 
 def log_objects(files: StreamFiles, store: ObjectStore, prefixes: tuple[str, ...], store_id: str = "") -> LogObjects:
@@ -140,7 +145,7 @@ class StreamState:
         self._clock = clock
         # guarded by _lock
         self._lock = threading.Lock()
-        self.stored = _load(files)
+        self.stored = load_state(files)
 
     def _save(self, stored: StoredState) -> None:
         """REQUIRES the lock."""
@@ -184,6 +189,21 @@ class StreamState:
             newest = tuple(RecentKeys(calls).newest())
             if newest != self.stored.calls:
                 self._save(msgspec.structs.replace(self.stored, calls=newest))
+
+    def remember_gaps(
+        self, segments: Sequence[StreamSegment], own_end: int, range_starts: Sequence[int]
+    ) -> tuple[Gap, ...]:
+        """Record ids go on in the last of the store's ranges (none if it was never taken over): the gaps then.
+
+        Before the first record of the range: if the process dies in between, the next opening comes to the same gap. Gaps
+        between segments are known again after the file was lost.
+        """
+        with self._lock:
+            known = gaps_between(self.stored.gaps, segments, range_starts)
+            gaps = gaps_with_range(known, own_end, max(range_starts, default=0))
+            if gaps != self.stored.gaps:
+                self._save(msgspec.structs.replace(self.stored, gaps=gaps))
+            return gaps
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def position(self, name: str) -> int:

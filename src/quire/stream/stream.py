@@ -1,9 +1,9 @@
 """A stream: an append-only log of records whose segments move between disk, compressed files and an object store.
 
-A record is opaque bytes with an id (from 1, rising by one, never used again) and a timestamp that never falls. A segment is a
-file of records; sealed when it is full or old, and immutable from then on. Tiers: 0 hot, as it was written; 1 warm,
-compressed; 2 the object store. The keeper, the stream's own thread, syncs what nobody waits for, makes files ahead, and seals
-by time.
+A record is opaque bytes with an id (from 1, rising by one except where the store was taken over, never used again) and a
+timestamp that never falls. A segment is a file of records; sealed when it is full or old, and immutable from then on. Tiers:
+0 hot, as it was written; 1 warm, compressed; 2 the object store. The keeper, the stream's own thread, syncs what nobody
+waits for, makes files ahead, and seals by time.
 
     append ──▶ open segment ──seal──▶ tier 0 ──compress──▶ tier 1 ──upload──▶ tier 2
                                         ▲                                       │
@@ -18,7 +18,7 @@ Threads: any. Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -32,10 +32,12 @@ from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusab
 from quire.core.events import emit
 from quire.core.recent_keys import RecentKeys
 from quire.core.settings import ManifestLogSettings, StreamSettings
+from quire.core.timeline import Gap, Gaps
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
 from quire.stream.append_buffer import Appended, Records
 from quire.stream.files import LogFiles, StreamClock, StreamFiles
+from quire.stream.gaps import begin_at, count_records
 from quire.stream.hot import HotLog, SegmentEnd, SegmentStart
 from quire.stream.maintenance import Moved, StreamMaintenance
 from quire.stream.metrics import LogFigures
@@ -46,6 +48,7 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import StreamProjection
 from quire.stream.reader import StreamReader
 from quire.stream.recovery import RecoveredStream, open_checked, open_log, recover_stream
+from quire.stream.remote_read import SharedSegment, shared_segments
 from quire.stream.segment_events import Ledger
 from quire.stream.sources import StreamCache
 from quire.stream.spans import StreamRecord
@@ -76,10 +79,21 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes behind the cut of the last recovery."""
     needs_repair: list[int] = []
     """Segments whose only copy was an object that is gone."""
+    gaps: tuple[Gap, ...] = ()
+    """Record ids that takeovers have left out."""
 
     @property
     def records(self) -> int:
-        return self.end_record - self.first_record
+        return count_records(self.gaps, self.first_record, self.end_record)
+
+    @property
+    def appended(self) -> int:
+        """Records that were ever appended, and are not lost."""
+        return count_records(self.gaps, 1, self.end_record)
+
+    def lag(self, consumer: str) -> int:
+        """How many records a consumer has not read."""
+        return count_records(self.gaps, self.consumers[consumer].position, self.end_record)
 
 
 def info_of(stream: Stream) -> StreamInfo:
@@ -109,6 +123,7 @@ def info_of(stream: Stream) -> StreamInfo:
         retention=stream.retention,
         torn_bytes=stream.torn_bytes,
         needs_repair=sorted(stream.ledger.index.needs_repair),
+        gaps=tuple(stream.gaps),
     )
 
 
@@ -165,6 +180,7 @@ class Stream:
             store,
             cache,
             settings,
+            gaps=recovered.gaps,
             touch=self.tiers.touch,
             hydrate=self.tiers.hydrate_if_room,
         )
@@ -257,6 +273,15 @@ class Stream:
         """The id behind the last durable record."""
         return self._reader.end_record
 
+    @property
+    def gaps(self) -> Gaps:
+        """Record ids that takeovers have left out: no record ever has them."""
+        return self._reader.gaps
+
+    def segments(self) -> Iterable[SharedSegment]:
+        """Its segments with durable records, as other processes read them."""
+        return shared_segments(self)
+
     def read(self, start: int | None = None, stop: int | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: the first) to before `stop` (default: the end as it is now), from any tier."""
         return self._reader.read(start, stop)
@@ -272,6 +297,10 @@ class Stream:
         """
         return self._reader.tail(start, timeout=timeout)
 
+    def wait(self, record: int, timeout: float | None = None) -> bool:
+        """Sleep until a record is durable; False if the time was up first."""
+        return self._reader.wait(record, timeout)
+
     def seek(self, timestamp_ms: int) -> int:
         """The id of the first record that is not before a moment; the end if there is none."""
         return self._reader.seek(timestamp_ms)
@@ -285,7 +314,8 @@ class Stream:
     @changes
     def register(self, consumer: str, start: int | None = None) -> int:
         """Make a consumer that begins at `start` (default: the first record), or leave it where it is; its position."""
-        return self._state.register(consumer, self.first_record if start is None else start)
+        position = self.first_record if start is None else begin_at(self.gaps, start)
+        return self._state.register(consumer, position)
 
     def position(self, consumer: str) -> int:
         """The id of the first record that a consumer has not read."""
@@ -295,7 +325,7 @@ class Stream:
     def ack(self, consumer: str, position: int) -> None:
         """A consumer has read everything below `position`; durable on return. The same position again is a heartbeat: it keeps
         the consumer's hold on what it has not read."""
-        self._state.ack(consumer, position, end=self.end_record)
+        self._state.ack(consumer, begin_at(self.gaps, position), end=self.end_record)
 
     @changes
     def drop_consumer(self, consumer: str) -> None:

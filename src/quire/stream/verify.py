@@ -4,7 +4,7 @@ Rules that are checked
   T1  a hot copy is the segment that was sealed: header, blocks, the checksum of the whole
   T2  a compressed copy decompresses to the segment that was sealed
   T3  an object is there and is what was sent; `deep`: it decompresses to the segment that was sealed
-  T4  segments have consecutive records, and only the last one is open
+  T4  segments have consecutive records, but for gaps of takeovers, and only the last one is open
   T5  every segment has a copy
   T6  there are no files that the state does not know (told as a leak: harmless)
   T7  the manifest log and LMDB say the same of every segment
@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
+from quire.core.timeline import settled
 from quire.durable.checksums import crc64
 from quire.durable.files import read_all
 from quire.durable.names import Tier
@@ -39,7 +40,7 @@ def problems(stream: Stream, *, deep: bool = True) -> Iterator[LogProblem]:
     """Every rule that is broken. `deep` reads objects whole."""
     view = stream.ledger.view
     for one, other in pairwise(view):
-        if not one.is_sealed or one.end_record != other.base_record:
+        if not one.is_sealed or settled(stream.gaps, one.end_record) != other.base_record:
             where = {"segment": one.segment_id, "next": other.segment_id, "end": one.end_record}
             yield LogProblem(rule="T4", what="segments do not follow each other", where=where)
     for segment in view:

@@ -140,7 +140,8 @@ class PublishSnapshot(Op, frozen=True, tag=50):
         tables.snapshot_index.put(key, record)
         observe_snapshots(tables, self.db_id, +1, at_ms)
         tables.notes.append((self.component, self.db_id, AuditAction.SNAPSHOT_CREATED, self.name, self.snapshot_id, 0))
-        tables.put_db(self.db_id, replace(db, next_snapshot_id=self.snapshot_id + 1))
+        newest = max([gap.first for gap in tables.gaps()], default=0)
+        tables.put_db(self.db_id, replace(db, next_snapshot_id=self.snapshot_id + 1, snapshot_range=newest))
 
 
 class DropSnapshot(Op, frozen=True, tag=51):

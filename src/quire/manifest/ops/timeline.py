@@ -1,9 +1,10 @@
 """A takeover in the manifest: one operation, however many databases there are (A10).
 
-The batch that contains it is the first change of a new range of sequences. Other numbers that consumers keep (record ids of
-streams) follow at the first use after it: they are max(own, `first_number`).
+The batch that contains it is the first change of a new range of sequences. Other numbers that consumers keep (lsns of page and
+key-value databases, record ids of streams) follow at the first use after it: they are max(own, `first_number`).
 
-Ids that only the store hands out move on too, so that one of a lost range is never given to something else.
+Ids that only the store hands out move on too, so that one of a lost range is never given to something else; those of snapshots
+when the first one of a database is made in the new range.
 """
 
 from quire.core.errors import InvalidInput, StalePlan
@@ -15,6 +16,8 @@ from quire.manifest.records import TimelineRecord, UInt
 
 SKIPPED_IDS = {Counter.DB: 1 << 16, Counter.JOB: 1 << 32, Counter.CURSOR: 1 << 32, Counter.READER: 1 << 32}
 """How many ids of a counter a takeover leaves out: more than the former owner can have given in what was lost."""
+SKIPPED_SNAPSHOTS = 1 << 10
+"""How many snapshot ids of a database are left out."""
 
 
 class Timeline(Op, frozen=True, tag=175):

@@ -39,7 +39,7 @@ from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
-from quire.core.timeline import Gaps
+from quire.core.timeline import Gaps, settled
 from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
@@ -69,6 +69,7 @@ from quire.spark.sources.base import (
 )
 from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
+from quire.stream.gaps import begin_at, of_positions
 from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Records:
                 share.stream_id,
                 partial(self._locate, channel, share.stream_id),
                 uploads=self.upload != "false",
+                gaps=share.gaps,
             )
             for batch in reader.batches(share.segments, part.start, part.stop):
                 yield fitted(_since(batch, self.since_ms), schema)
@@ -232,6 +234,7 @@ class RecordsReader(SourceReader):
             # Of no segments: only where the stream begins and ends.
             whole = self.records.share(channel, self._start or None, 1)
             start, stop = self._start or whole.first_record, self._end or whole.end_record
+            begin_at(whole.gaps, stop)  # one that was never reached here
             if stop > whole.end_record:
                 raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
             return self.records.parts(channel, start, stop) if start < stop else []
@@ -270,9 +273,13 @@ class RecordsQueryReader(QueryReader):
 
     def end(self) -> int:
         """Behind the last durable record."""
+        return self._look().end_record
+
+    def _look(self) -> SharedStream:
+        """Where the stream begins and ends."""
         share = self.records.share(self.owner, None, 1)
         self._identity = {"store": share.store_id, "stream": share.stream_id}
-        return share.end_record
+        return share
 
     def end_beyond(self, position: int) -> int:
         end = int(self.owner.ask(STREAM_WAIT, WaitForRecord(self.records.stream, position, WAIT_SECONDS)))
@@ -282,16 +289,18 @@ class RecordsQueryReader(QueryReader):
         return end
 
     def gaps(self) -> Gaps:
-        return ()
+        return of_positions(self._look().gaps)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        first, stop = self.position(start), self.position(end)
+        gaps = self._look().gaps
+        # Of both: a batch that was planned before a takeover may end with records that are lost.
+        first, stop = begin_at(gaps, self.position(start)), begin_at(gaps, self.position(end))
         if first >= stop:
             return []
         with self.holder_required():
             request = OfConsumer(self.records.stream, self.holder)
             position = int(self.owner.ask(STREAM_POSITION, request))  # before the parts: what it holds stays until then
-        self.need_unacknowledged(first, position)
+        self.need_unacknowledged(first, settled(gaps, position))
         return [InputPartition(part) for part in self.records.parts(self.owner, first, stop)]
 
     def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -1,0 +1,28 @@
+"""Stands in a read-only object for a part that only the owner of the store has: whoever uses it is told what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from quire.core.errors import ReadOnly
+
+HINT = (
+    'open the store with mode="rw" where no other process owns it; `quire promote` makes a standby the owner, and '
+    "`quire takeover` a restored directory"
+)
+
+
+def refuse(what: str, **where: object) -> NoReturn:
+    """Raise `ReadOnly`."""
+    raise ReadOnly(f"{what} was opened for reading", hint=HINT, **where)
+
+
+class Refused:
+    """A part that is not there."""
+
+    def __init__(self, what: str, **where: object) -> None:
+        self._refused = (what, where)
+
+    def __getattr__(self, name: str) -> Any:
+        what, where = self._refused
+        refuse(what, **where)

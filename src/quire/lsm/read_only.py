@@ -1,0 +1,282 @@
+"""A key-value database of a store that was opened for reading: beside its owner, on a standby, or in a restored directory.
+
+Its files are read as recovery would read them, and nothing is written, cut or removed: at every moment they are a state that
+a killed owner could have left. A batch is seen once the owner has appended it to the log, as readers inside the owner see it.
+Each read first looks whether the owner has written since: what was appended to the log is added to the memtable; if the
+manifest has changed, everything is read again.
+
+What the owner does meanwhile, and what a reader then has
+  removes a table or a log     the file stays readable while the view that needs it is held, which has it open
+  flushes, compacts            the view before; the next read has the one after
+  writes while files are read  the manifest has changed when everything is read: it is read again
+
+A snapshot holds its view: compactions of the owner do not know of it.
+
+Threads: any. Raises `ReadOnly`, and what reading raises."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+from quire.core.errors import Corruption, StoreClosed
+from quire.core.refusal import Refused, refuse
+from quire.core.settings import LsmSettings
+from quire.durable.files import Disk, read_all
+from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
+from quire.durable.log_reader import LogEnd, read_on, scan
+from quire.durable.names import LsmHome
+from quire.lsm.kv import Kv, Stats
+from quire.lsm.manifest import ReadManifest, read_manifest
+from quire.lsm.manifest_data import ManifestData
+from quire.lsm.memtable import Memtable
+from quire.lsm.reading import HeldLsns, KvSnapshot
+from quire.lsm.recovery import wals_in_order
+from quire.lsm.view import Frozen, KvView, Levels, open_table
+from quire.lsm.wal import LOG_KIND, Buffer, batches_of, decode_batch
+from quire.lsm.witnesses import REPAIR, Owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from quire.lsm.block_cache import BlockCache
+    from quire.lsm.sst_reader import SSTable
+
+RACES_MAX = 250
+RACE_SECONDS = 0.02
+"""How often files that do not fit together are read again, and the pause: the owner, or a standby, is writing them."""
+
+
+class _Tail(NamedTuple):
+    """How far the active log was read; no log of a database that was never written to."""
+
+    path: str
+    header: LogHeader
+    end: int
+
+
+class ReadOnlyKv(Kv):
+    """A key-value database, opened for reading; made by `store.kv(name)` of a store with mode "r"."""
+
+    def __init__(  # its parts are other ones: what the owner has is refused
+        self,
+        disk: Disk,
+        home: LsmHome,
+        owner: Owner,
+        name: str,
+        settings: LsmSettings,
+        cache: BlockCache,
+        *,
+        is_made: bool,
+        line: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`is_made`: whether its files were ever there. `line` says in which range of numbers (A10) the store is: tables of
+        another one may have the same ids."""
+        # constant after construction
+        self.disk = disk
+        self.home = home
+        self.owner = Owner(database=owner.database)
+        self.settings = settings
+        self.cache = cache
+        self._name = name
+        self._is_made = is_made
+        self._line_now = line
+        self.follower = None
+        self.barrier = None
+        self.first_lsn = 0
+        self.manifest = self.upkeep = self.stalls = cast(Any, Refused("the database", name=name))
+        self.snapshots = HeldLsns()
+        # guarded by _reading
+        self._reading = threading.Lock()
+        self._manifest_read: ReadManifest | None = None
+        self._tail: _Tail | None = None
+        self._tables: dict[int, SSTable] = {}
+        self._line = 0
+        # guarded by _visibility, which comes after _reading
+        self._visibility = threading.Lock()
+        self._lsn = 0
+        self._loading: set[int] = set()
+        # replaced under _reading, read by all
+        self.view = KvView(Memtable(), (), Levels())
+        # only ever set
+        self.failure = None
+        self.refresh()
+
+    # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def refresh(self) -> None:
+        """Have what the owner has written by now."""
+        with self._reading:
+            self.require_open()
+            # First the log, then the manifest: if that is the same, nothing was written elsewhere meanwhile.
+            if self._manifest_read is None or not self._read_on() or not self._is_current():
+                self._load()
+
+    def _is_current(self) -> bool:
+        try:
+            return self._manifest_read is not None and self._manifest_read.is_current(self.disk, self.home)
+        except Corruption:  # it is being replaced
+            return False
+
+    def _read_on(self) -> bool:
+        """Enter what was appended to the active log; False if that is another file now."""
+        tail = self._tail
+        if tail is None:
+            return True
+        try:
+            file = self.disk.open(tail.path, write=False)
+        except FileNotFoundError:
+            return False
+        try:
+            if decode_header(file.read_at(NAMED_HEADER_BYTES, 0), tail.path) != tail.header:
+                return False
+            records, offsets, end = read_on(file, tail.header, tail.end)
+        except Corruption:
+            return False
+        finally:
+            file.close()
+        for record, offset in zip(records, offsets):
+            batch = decode_batch(record, tail.path, offset)
+            with self._visibility:
+                if batch.items and batch.lsn > self.view.levels.lsn_max:
+                    self.view.memtable.put_all(batch.lsn, batch.items, batch.size, self.snapshots.newest)
+                    self._lsn = max(self._lsn, batch.lsn)
+        self._tail = tail._replace(end=end)
+        return True
+
+    def _load(self) -> None:
+        """Read everything, again and again until it fits together. REQUIRES `_reading`."""
+        for race in range(RACES_MAX):
+            try:
+                self._load_once()
+                return
+            except (Corruption, FileNotFoundError) as error:
+                if race == RACES_MAX - 1:
+                    if isinstance(error, FileNotFoundError):
+                        what = "a file of the database is missing"
+                        raise Corruption(what, hint=REPAIR, path=self.home.path, cause=str(error)) from error
+                    raise
+            time.sleep(RACE_SECONDS)
+
+    def _load_once(self) -> None:
+        manifest = read_manifest(self.disk, self.home, self.owner)
+        if manifest.header is None and self._is_made:
+            raise Corruption("the database's files are missing", hint=REPAIR, path=self.home.path, name=self._name)
+        state, line = manifest.data, self._line_now()
+        known = self._tables if line == self._line else {}
+        tables = {
+            entry.id: known.get(entry.id)
+            or open_table(self.disk, f"{self.home.path}/{entry.path}", entry.id, self.cache)
+            for entry in state.sstables
+        }
+        levels = Levels(tables.values())
+        frozen, memtable, tail = self._replayed(state, levels.lsn_max)
+        if not manifest.is_current(self.disk, self.home):
+            raise Corruption(
+                "the manifest was written while the tables were read", hint="try again", path=self.home.path
+            )
+        lsns = (log.memtable.lsn_max for log in frozen)
+        with self._visibility:
+            self.view = KvView(memtable, tuple(reversed(frozen)), levels)
+            self._lsn = max(state.last_lsn, levels.lsn_max, memtable.lsn_max, *lsns)
+        self._manifest_read, self._tail, self._tables, self._line = manifest, tail, tables, line
+
+    def _replayed(self, state: ManifestData, in_tables: int) -> tuple[list[Frozen], Memtable, _Tail | None]:
+        """What the frozen logs hold, the oldest first; what the active one holds; and how far that was read."""
+        frozen: list[Frozen] = []
+        memtable, tail = Memtable(), None
+        for number in wals_in_order(state) if state.active_wal else ():
+            path, memtable = self.home.wal(number), Memtable()
+            contents = scan(read_all(self.disk, path), path, kind=LOG_KIND)
+            self.owner.require(contents.header, number, path)
+            for batch in batches_of(contents):
+                if batch.items and batch.lsn > in_tables:  # as in recovery
+                    memtable.put_all(batch.lsn, batch.items, batch.size, 0)
+            if number != state.active_wal:
+                memtable.freeze()
+                end = LogEnd(salt=contents.header.salt, end=contents.end, link=contents.link)
+                frozen.append(Frozen(memtable, number, end))
+            tail = _Tail(path, contents.header, contents.end)
+        return frozen, memtable, tail
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def get(self, key: Buffer) -> bytes | None:
+        """The value of a key, `None` if there is none."""
+        self.refresh()
+        return super().get(key)
+
+    @property
+    def last_lsn(self) -> int:
+        """The lsn of the newest batch."""
+        self.refresh()
+        return self._lsn
+
+    def snapshot(self) -> KvSnapshot:
+        """The database as it is now, until the snapshot is closed."""
+        self.refresh()
+        with self._visibility:
+            held = self.snapshots.hold((self._lsn,))
+            return KvSnapshot(self, self._lsn, frozenset(), held, self.view)
+
+    def stats(self) -> Stats:
+        """What the database consists of, now."""
+        self.refresh()
+        view, manifest = self.view, self._manifest_read
+        assert manifest is not None
+        memtables, tables = [view.memtable, *(frozen.memtable for frozen in view.frozen)], list(view.levels)
+        return Stats(
+            last_lsn=self._lsn,
+            rows=sum(table.meta.rows for table in tables),
+            tombstones=sum(table.meta.tombstones for table in tables),
+            tables=len(tables),
+            table_bytes=sum(table.size_bytes for table in tables),
+            levels=(len(view.levels.level0), *map(len, view.levels.deeper)),
+            memtable_keys=sum(len(memtable.entries) for memtable in memtables),
+            memtable_bytes=sum(memtable.bytes for memtable in memtables),
+            frozen=len(view.frozen),
+            manifest_log_bytes=manifest.end,
+            manifest_version=manifest.data.version,
+            flushes=0,
+            compactions=0,
+            stalled_writers=0,
+            stalls=0,
+            stall_seconds=0.0,
+        )
+
+    # ── what only the owner does ──────────────────────────────────────────────────────────────────────────────────────
+    def _refuse(self) -> NoReturn:
+        refuse("the database", name=self._name)
+
+    def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
+        """Refused."""
+        refuse("the database", name=self._name, keys=len(batch), sync=sync, key=key.hex())
+
+    def sync(self) -> None:
+        """Refused."""
+        self._refuse()
+
+    def flush(self) -> None:
+        """Refused."""
+        self._refuse()
+
+    def compact(self) -> None:
+        """Refused."""
+        self._refuse()
+
+    def begin_load(self) -> int:
+        """Refused."""
+        self._refuse()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Read nothing more. A second time: nothing."""
+        with self._reading:
+            self.failure = self.failure or StoreClosed("the database is closed", hint="open it again")
+            self._tables = {}
+
+    abandon = close
+
+    def forked(self, failure: StoreClosed) -> None:
+        """This process is the child of a fork()."""
+        self.failure = failure
+        self._reading, self._visibility = threading.Lock(), threading.Lock()

@@ -1,0 +1,58 @@
+"""The files of a store as a reader sees them that another process writes: an owner, or a standby that follows one.
+
+A standby, and an owner that was restored, have some files in the bucket (`archive/remote_files.py`) and change the list of them
+at any time. A reader looks before each use of a name whether the list was replaced: a name may have become another file.
+
+Threads: any. Raises what disk and object store raise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from quire.archive.recorder import REMOTE_FILES
+from quire.archive.remote_files import RemoteFiles
+from quire.archive.state_files import read_remote_files
+from quire.durable.files import Disk, File
+from quire.objects.api import ObjectStore
+
+
+class ReaderFiles(RemoteFiles):
+    """A `Disk` to read from, with the files of remote_files.json as it is now."""
+
+    def __init__(self, inner: Disk, root: str, objects: Callable[[], ObjectStore]) -> None:
+        self._list = os.path.join(os.path.abspath(root), REMOTE_FILES)
+        self._seen = self._stamp()
+        super().__init__(inner, root, objects)
+
+    def _stamp(self) -> tuple[int, int, int]:
+        """Changes whenever the list is replaced, which is by a rename."""
+        try:
+            status = os.stat(self._list)
+        except FileNotFoundError:
+            return 0, 0, 0
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _look(self) -> None:
+        stamp = self._stamp()
+        if stamp != self._seen:
+            with self._lock:
+                listed = read_remote_files(self._inner, self._root)
+                self._remote = {os.path.join(self._root, path): file for path, file in listed.items()}
+                self._seen = stamp  # of before it was read: one that came meanwhile is read again
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        self._look()
+        return super().open(path, create=create, exclusive=exclusive, write=write)
+
+    def exists(self, path: str) -> bool:
+        self._look()
+        return super().exists(path)
+
+    def size(self, path: str) -> int:
+        self._look()
+        return super().size(path)
+
+    def names(self, path: str) -> list[str]:
+        self._look()
+        return super().names(path)
