@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,7 +31,9 @@ FIRST = 2 << 40
 
 
 class TakenOver:
-    """A successor, with what the owner before it gave to consumers and lost."""
+    """A directory that was restored, with what the owner before it gave to consumers and lost; taken over by each test anew."""
+
+    store: quire.Store
 
     def __init__(self, directory: Path) -> None:
         bucket = str(directory / "bucket")
@@ -69,9 +73,23 @@ class TakenOver:
             """A position that a consumer of the former owner has stored."""
             self.lost_db = former.database("lost-4").db_id
             former.archive.wait(30)
-        self.store = quire.open(directory / "successor", takeover=True, discard=True)
         self.path = directory / "successor"
         self.former_at_ms = former_at_ms
+        self._kept = (directory / "bucket", self.path)
+        for path in self._kept:
+            _copy(path, f"{path}.kept")
+
+    def take_over(self) -> quire.Store:
+        """As it was before any test."""
+        for path in self._kept:
+            _copy(f"{path}.kept", path)
+        self.store = quire.open(self.path, takeover=True, discard=True)
+        return self.store
+
+
+def _copy(source: Path | str, target: Path | str) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run(["cp", "-a", "--sparse=always", source, target], check=True)
 
 
 def _insert(connection: apsw.Connection, number: int) -> int:
@@ -86,12 +104,16 @@ def _rows(store: quire.Store, at: int | None = None) -> list[int]:
         return [row[0] for row in connection.execute("SELECT a FROM t ORDER BY a")]
 
 
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> TakenOver:
+    return TakenOver(tmp_path_factory.mktemp("taken-over"))
+
+
 @pytest.fixture
-def taken_over(tmp_path: Path) -> Iterator[TakenOver]:
-    taken = TakenOver(tmp_path)
-    with taken.store:
-        assert taken.store.manifest.check() == []
-        yield taken
+def taken_over(restored: TakenOver) -> Iterator[TakenOver]:
+    with restored.take_over() as store:
+        assert store.manifest.check() == []
+        yield restored
 
 
 def test_the_takeover_says_where_the_owner_before_it_ended(taken_over: TakenOver) -> None:

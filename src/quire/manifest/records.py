@@ -62,8 +62,7 @@ class DbRecord(Record, frozen=True):
     next_snapshot_id: UInt = 1
     dropped_at_ms: UInt = 0
     tags: dict[str, str] = {}
-    snapshot_range: UInt = 0
-    """The first number of the store's range (A10) in which the last snapshot was made."""
+    snapshot_range: UInt = 0  # first number of the store's range (A10) in which the last snapshot was made
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
