@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 PAGE = Path(__file__).with_name("api.md")
-PACKAGES = ("quire", "quire.sqlite", "quire.lsm", "quire.spark", "quire.objects", "quire.testing")
+PACKAGES = ("quire", "quire.sqlite", "quire.lsm", "quire.spark", "quire.objects", "quire.testing", "quire.integrations")
 
 HEAD = """\
 # API

@@ -146,11 +146,16 @@ CONFIG = """
 import pytest
 pytest.register_assert_rewrite("sqlalchemy.testing.assertions")
 from sqlalchemy.testing.plugin.pytestplugin import *
-from sqlalchemy.testing.provision import temp_table_keyword_args
+from sqlalchemy import event
+from sqlalchemy.testing.provision import post_configure_engine, temp_table_keyword_args
 
 @temp_table_keyword_args.for_db("quire")
 def temporary(cfg, eng):
     return {"prefixes": ["TEMPORARY"]}
+
+@post_configure_engine.for_db("quire")
+def attach(url, engine, follower_ident):
+    event.listen(engine, "connect", lambda connection, _: connection.execute("attach 'test_schema' as test_schema"))
 """
 
 

@@ -58,6 +58,7 @@ FUNCTIONS_AND_CLASSES = [
     "restore",
 ]
 PACKAGES = {
+    "quire.integrations": ["aio"],
     "quire.lsm": ["BulkWriter", "Load", "begin_load", "published"],
     "quire.objects": [
         "ExistingObject",

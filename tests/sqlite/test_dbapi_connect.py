@@ -135,6 +135,7 @@ def test_columns_follow_the_schema(tmp_path: Path) -> None:
     connection.execute("insert into t values (1)")
     connection.commit()
     for names in (["a"], ["a", "b"], ["a", "c"]):
+        assert [column[0] for column in connection.execute(f"select * from t -- {names}").description] == names
         cursor = connection.execute("select * from t")
         assert [column[0] for column in cursor.description] == names
         assert len(cursor.fetchall()[0]) == len(names)

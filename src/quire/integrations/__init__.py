@@ -1,0 +1,13 @@
+"""Where other tools meet a store: SQLAlchemy, aiosqlite, pytest. Found by entry points; `aio` is for programs."""
+
+from typing import TYPE_CHECKING
+
+from quire.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from quire.integrations import aio as aio
+
+__all__ = ["aio"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, {"aio": "quire.integrations.aio"})

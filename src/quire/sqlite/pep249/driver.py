@@ -120,7 +120,9 @@ class LocalDriver:
 
         def traced(ready: apsw.Cursor, text: str, _: Any) -> bool:
             connection.exec_trace = tracer  # once: not for what `prepared` runs, nor for the next parameters
-            prepared(Prepared(text, ready.is_readonly, ready.get_description()))
+            # Not `get_description`, which apsw would keep: if the schema has changed, SQLite finds out when the statement runs.
+            columns = tuple(column[:2] for column in ready.description)
+            prepared(Prepared(text, ready.is_readonly, columns))
             return self._traced(ready, text, _)
 
         connection.exec_trace = traced

@@ -18,11 +18,11 @@ def dump(connection: Connection, like: str | None) -> Iterator[str]:
     cursor.row_factory = None  # somebody's own rows need not be tuples
     where = "" if like is None else "and name like ?"
     names = () if like is None else (like,)
-    schema = "select name, type, sql from sqlite_master where sql not null and type {} " + where + " order by name"
+    schema = "select name, sql from sqlite_master where sql not null and type {} " + where
     yield "BEGIN TRANSACTION;"
     sequence: list[str] = []
     writable = False
-    for name, _, sql in cursor.execute(schema.format("== 'table'"), names).fetchall():
+    for name, sql in cursor.execute(schema.format("== 'table'") + " order by name", names).fetchall():
         if name == "sqlite_sequence":
             sequence = ['DELETE FROM "sqlite_sequence";', *_rows(cursor, name)]
             continue
@@ -40,7 +40,7 @@ def dump(connection: Connection, like: str | None) -> Iterator[str]:
         else:
             yield f"{sql};"
         yield from _rows(cursor, name)
-    for _, _, sql in cursor.execute(schema.format("in ('index', 'trigger', 'view')"), names).fetchall():
+    for _, sql in cursor.execute(schema.format("in ('index', 'trigger', 'view')"), names).fetchall():
         yield f"{sql};"
     if writable:
         yield "PRAGMA writable_schema=OFF;"
