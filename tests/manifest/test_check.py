@@ -20,6 +20,7 @@ from quire.manifest import holders
 from quire.manifest import records as r
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
+from quire.manifest.checked_point import forget_point
 from quire.manifest.env import ManifestEnv
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.cursors import RegisterCursor
@@ -86,6 +87,7 @@ class Vandal:
 
     def done(self) -> None:
         self.txn.commit()
+        forget_point(self.env)  # so that the whole log is looked at, too
         self.env.close()
 
 

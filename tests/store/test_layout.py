@@ -47,7 +47,8 @@ def test_a_creation_that_fails_at_any_step_can_be_repeated(tmp_path: Path, fault
         with quire.open(root) as store:
             store.create("shop", "pages")
         assert_sound(root)
-        assert sorted(os.listdir(root)) == ["manifest.lmdb", "manifest.lmdb-lock", "quire.toml", "store.lock"]
+        names = ["manifest.lmdb", "manifest.lmdb-checked", "manifest.lmdb-lock", "quire.toml", "store.lock"]
+        assert sorted(os.listdir(root)) == names
     assert steps > 10, "the disk saw every step"
 
 

@@ -36,6 +36,7 @@ CONFIG = "quire.toml"
 LOCK = "store.lock"
 MANIFEST = "manifest.lmdb"
 MANIFEST_LOCK = "manifest.lmdb-lock"
+MANIFEST_CHECKED = "manifest.lmdb-checked"
 SOCKET = "quire.sock"
 FRAMES_SOCKET = "quire.sock.f"
 SOCKET_POINTER = "quire.sock.at"
@@ -122,6 +123,7 @@ FIXED_FILES = frozenset(
         LOCK,
         MANIFEST,
         MANIFEST_LOCK,
+        MANIFEST_CHECKED,
         SOCKET,
         FRAMES_SOCKET,
         SOCKET_POINTER,

@@ -32,6 +32,7 @@ from quire.objects.local import TEMPORARY_AGE_SECONDS
 
 def sweep_leftovers(ctx: JobContext) -> int:
     """Remove what is left of whom; how many files."""
+    ctx.manifest.recount.finish()  # rows say whose files are left: they must have been looked at since the open (N3)
     return _staged_objects(ctx) + _temporary(ctx) + _dropped(ctx)
 
 

@@ -142,7 +142,8 @@ class Upkeep:
     def round(self, *, everything: bool = False) -> Round:
         """What is due now, once; jobs are enqueued, not run. What looks at many rows comes only once a minute."""
         done = Round()
-        steps: list[Callable[[Round], None]] = [self._schedules, self._leases, self._deletions, self._checkpoints]
+        steps: list[Callable[[Round], None]] = [self._recount, self._schedules, self._leases, self._deletions]
+        steps.append(self._checkpoints)
         if everything or self._ctx.clock.monotonic() >= self._next_slow:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
             steps += [
@@ -172,6 +173,9 @@ class Upkeep:
                     error=str(error),
                 )
         return done
+
+    def _recount(self, _: Round) -> None:
+        self._ctx.manifest.recount.round()
 
     def _schedules(self, done: Round) -> None:
         manifest = self._ctx.manifest
@@ -325,6 +329,8 @@ class Upkeep:
 
     def _feed(self, _: Round) -> None:
         self._ctx.manifest.feed.maintain()
+        if self._ctx.manifest.recount.is_done:
+            self._ctx.manifest.remember_checked()  # after a crash the log is read from here on
 
     def _old_jobs(self, done: Round) -> None:
         done.jobs_forgotten += self._ctx.manifest.jobs.forget(older_than_seconds=self._ctx.settings.jobs_keep_seconds)

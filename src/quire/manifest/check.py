@@ -34,10 +34,10 @@ from __future__ import annotations
 
 import struct
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import lmdb
 import msgspec
@@ -110,14 +110,39 @@ def closes(problem: Problem) -> tuple[Subject, ...]:
     return tuple(("database", db_id) for db_id in [*numbers, *where.get("ids", ())])
 
 
-def check(txn: ReadTxn, *, without: Set[str] = frozenset()) -> Iterator[Problem]:
-    """Every broken rule of the snapshot, except those that are named in `without`: work that only they need is not done."""
+class LogPoint(Protocol):
+    """A place in the change log up to which it was checked."""
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def generations(self) -> Mapping[int, int]:
+        """Of each component, as of that place."""
+
+
+def check(
+    txn: ReadTxn,
+    *,
+    without: Set[str] = frozenset(),
+    looks: Collection[str] | None = None,
+    since: LogPoint | None = None,
+) -> Iterator[Problem]:
+    """Every broken rule of the snapshot, except those that are named in `without`: work that only they need is not done.
+
+    `looks`: only these of `LOOKS` and `OWN_LOOKS`. `since`: the change log was checked up to there.
+    """
     is_whole = True
     for look, rules in _CHECKS:
-        if rules <= without:
+        if rules <= without or (look.__name__ not in (LOOKS if looks is None else looks)):
             continue
         try:
-            problems = _check_holders(txn, without) if look is _check_holders else look(txn)
+            if look is _check_holders:
+                problems = _check_holders(txn, without)
+            elif look is _check_feed:
+                problems = _check_feed(txn, since)
+            else:
+                problems = look(txn)
             for problem in problems:
                 is_whole = is_whole and (problem.rule != "K1" or problem.contained)
                 if not is_whole and problem.rule in _FROM_HOLDERS:
@@ -167,11 +192,30 @@ def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Pr
 
 def _check_decodes(txn: ReadTxn) -> Iterator[Problem]:
     """K1, except for the tables of millions, which are decoded by the rules that need their contents."""
+    tables = t.TABLES.values()
+    return _undecodable(txn, [table for table in tables if table.codec.packed is None and table not in _READ_ELSEWHERE])
+
+
+def _check_store_rows(txn: ReadTxn) -> Iterator[Problem]:
+    """K1 for the few rows that are about the store itself: without them nothing can be opened."""
+    return _undecodable(txn, _STORE_ROWS)
+
+
+_STORE_ROWS: tuple[t.Table[Any], ...] = (
+    t.META,
+    t.ID_WATERMARKS,
+    t.GENERATION_WATERMARKS,
+    t.REMOTE_NAMESPACE,
+    t.TIMELINE,
+    t.CHANGE_CURSORS,
+)
+
+
+def _undecodable(txn: ReadTxn, tables: Iterable[t.Table[Any]]) -> Iterator[Problem]:
     problems: list[Problem] = []
-    for table in t.TABLES.values():
-        if table.codec.packed is None and table not in _READ_ELSEWHERE:
-            for _ in _decoded(txn, table, problems.append):
-                pass
+    for table in tables:
+        for _ in _decoded(txn, table, problems.append):
+            pass
     yield from problems
 
 
@@ -411,12 +455,23 @@ def _newest_versions(txn: ReadTxn, unlinked: list[Problem]) -> Iterator[tuple[tu
         yield (page[0], page[1]), newest
 
 
-def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
+def _check_feed(txn: ReadTxn, since: LogPoint | None = None) -> Iterator[Problem]:
+    """F1, G1 and F2. With `since`, the log is read from there on; if that shows anything, from its beginning."""
+    if since is not None:
+        problems = list(_check_log(txn, since))
+        yield from _check_log(txn) if problems else ()
+    else:
+        yield from _check_log(txn)
+    yield from _check_cursors(txn)
+
+
+def _check_log(txn: ReadTxn, since: LogPoint | None = None) -> Iterator[Problem]:
     oldest, head = txn.feed_bounds()
     gaps = txn.gaps()
-    expected = following(gaps, oldest - 1)
-    promised: Tally[int] = Tally()
-    for (sequence,), record in txn.scan(CHANGE_LOG, start=(oldest,)):
+    start = oldest if since is None else max(oldest, since.sequence + 1)
+    expected = following(gaps, start - 1)
+    promised: Tally[int] = Tally(dict(since.generations) if since is not None else {})
+    for (sequence,), record in txn.scan(CHANGE_LOG, start=(start,)):
         if sequence != expected or record.sequence != sequence:
             yield Problem("F1", "the change log has a gap", {"expected": expected, "found": sequence})
         expected = following(gaps, sequence)
@@ -426,13 +481,18 @@ def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
         where = {"ends": preceding(gaps, expected), "head": head}
         yield Problem("F1", "the change log does not reach its head", where)
     marks = {component: row.generation for (component,), row in txn.scan(t.GENERATION_WATERMARKS)}
-    for component in sorted(promised.keys() | (marks.keys() if oldest == 1 else set())):
+    is_known = oldest == 1 or since is not None  # what every component has reached
+    for component in sorted(promised.keys() | (marks.keys() if is_known else set())):
         if marks.get(component, 0) != promised[component]:
             where = {"component": component, "is": marks.get(component, 0), "log": promised[component]}
             # One that is behind is overtaken: the writer goes on from what the log says. One that is ahead means that
             # the log has lost its end, whose sequences must not be given again.
             is_behind = marks.get(component, 0) < promised[component]
             yield Problem("G1", "a watermark is not what the change log says", where, contained=is_behind)
+
+
+def _check_cursors(txn: ReadTxn) -> Iterator[Problem]:
+    oldest, head = txn.feed_bounds()
     names: dict[bytes, int] = {}
     for (cursor_id,), cursor in txn.scan(t.CHANGE_CURSORS):
         if cursor.name:
@@ -444,6 +504,7 @@ def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ...] = (
+    (_check_store_rows, frozenset({"K1"})),
     (_check_decodes, frozenset({"K1"})),
     (_check_databases, frozenset({"D1"})),
     (_check_owners, frozenset({"D2"})),
@@ -456,3 +517,9 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ..
     (_check_holders, frozenset({"K1", "R1", "R2", "R3", "R4", "S2", "S4"})),
 )
 """What looks, and the rules that it may find broken."""
+
+OWN_LOOKS = frozenset({"_check_store_rows", "_check_watermarks", "_check_feed"})
+"""Rows of the store itself: their number does not depend on how many databases there are."""
+
+LOOKS = tuple(look.__name__ for look, _ in _CHECKS if look is not _check_store_rows)
+"""Together they look at everything."""

@@ -1,15 +1,15 @@
 """Becoming the owner of a manifest: what is done before anything may be written.
 
-Order: migrate → check → mend, if the caller asked for it → bring cursors back into the range that is retained → read the next
-ids → start the writer. A database or a counter that breaks a rule is closed, and everything else works; a manifest that
-breaks any other rule is refused with the rows named.
+Order: migrate → check what changed since the last clean close (N3) → mend, if the caller asked for it → bring cursors back
+into the range that is retained → read the next ids → start the writer. A database or a counter that breaks a rule is closed,
+and everything else works; a manifest that breaks any other rule is refused with the rows named.
 
 Threads: one, the opener's. Raises `ManifestDamaged`, `FormatTooNew`, and what LMDB raises for pages that make no sense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -17,7 +17,8 @@ import msgspec
 from quire.core.clock import Clock
 from quire.core.errors import ManifestDamaged
 from quire.core.events import emit
-from quire.manifest.check import Problem, Subject, check, closes
+from quire.manifest.check import LOOKS, OWN_LOOKS, Problem, Subject, check, closes
+from quire.manifest.checked_point import CheckedPoint, read_point
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import migrate
 from quire.manifest.ops.base import Counter
@@ -38,10 +39,16 @@ MEND_ROUNDS = 2
 """Rows that are restored show what else is wrong: then that is mended too."""
 
 
-def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, dict[Counter, int]]:
-    """The writer, started, and the next id of each counter; `repair` first mends what can be recomputed."""
+def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, dict[Counter, int], Sequence[str]]:
+    """The writer, started; the next id of each counter; and what is left to look at (recount.py). `repair` checks everything,
+    and first mends what can be recomputed."""
     migrate(env, clock)
-    problems = _problems(env)
+    point = None if repair else read_point(env)
+    is_unchanged = point is not None and point.transaction == env.last_txn_id()
+    problems = _problems(env, point, OWN_LOOKS if is_unchanged else None)
+    left = LOOKS if is_unchanged else ("_check_feed",) if point is not None else ()
+    if is_unchanged and problems:
+        left, problems = (), _problems(env)  # something is wrong: what else?
     rounds = MEND_ROUNDS if repair else 0
     while rounds and any(problem.fix is not None for problem in problems):
         _mend(env, clock, problems)
@@ -61,7 +68,25 @@ def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter
         ids = next_ids(txn)
     writer = ManifestWriter(env, clock)
     writer.start({problem.where["component"]: problem.where["log"] for problem in problems if problem.rule == "G1"})
-    return writer, ids
+    return writer, ids, left
+
+
+def close_broken(env: ManifestEnv, writer: ManifestWriter) -> None:
+    """A recount has found a broken rule: close what it is about. If that is the whole store, nothing more is written."""
+    problems = _problems(env)
+    fixes = [problem.fix for problem in problems if problem.rule == "F2" and problem.fix is not None]
+    problems = [problem for problem in problems if problem.rule != "F2"]
+    try:
+        _refuse(problems, env.path)
+    except ManifestDamaged as error:
+        writer.stop_for(error)
+        raise
+    env.refused.update(_refusals(problems))
+    writer.watch_refused()
+    for problem in problems:
+        emit("error", "manifest.row_damaged", **problem.where, what=problem.what, hint=_NO_REPAIR)
+    for start in range(0, len(fixes), MEND_OPS):
+        writer.submit(tuple(fixes[start : start + MEND_OPS])).result()
 
 
 def next_ids(txn: ReadTxn) -> dict[Counter, int]:
@@ -87,10 +112,12 @@ def _refuse(problems: Iterable[Problem], path: str) -> None:
         )
 
 
-def _problems(env: ManifestEnv) -> list[Problem]:
+def _problems(
+    env: ManifestEnv, point: CheckedPoint | None = None, looks: Collection[str] | None = None
+) -> list[Problem]:
     env.refused.clear()
     with ReadTxn(env) as txn:
-        problems = propose(txn, [problem for problem in check(txn) if not problem.leak])
+        problems = propose(txn, [problem for problem in check(txn, looks=looks, since=point) if not problem.leak])
         if any(problem.rule == "K1" and closes(problem) for problem in problems):
             # A damaged row hides what its rules would say of other rows. They are asked again without the row; what
             # they say then is no reason to change anything, because the row may be what they miss.

@@ -32,6 +32,7 @@ from quire.durable.names import check_name
 from quire.manifest import namespaces
 from quire.manifest import tables as t
 from quire.manifest.check import check
+from quire.manifest.checked_point import point_of, write_point
 from quire.manifest.env import ManifestEnv
 from quire.manifest.feed import ChangeFeed
 from quire.manifest.jobqueue import JobQueue
@@ -41,7 +42,7 @@ from quire.manifest.ops.base import Counter, ReserveIds
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.ownership import next_ids, own
+from quire.manifest.ownership import close_broken, next_ids, own
 from quire.manifest.reads import AuditEntry, ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
@@ -50,6 +51,7 @@ from quire.manifest.records import (
     DbStatus,
     NamespaceRecord,
 )
+from quire.manifest.recount import Recount
 from quire.manifest.retention import WINDOW_TAG, SnapshotRetention
 from quire.manifest.snapshots import Snapshots
 
@@ -66,7 +68,13 @@ class ManifestStore:
     """The opened manifest. Make one with `ManifestStore.open`."""
 
     def __init__(
-        self, env: ManifestEnv, clock: Clock, writer: ManifestWriter | None, next_ids: dict[Counter, int]
+        self,
+        env: ManifestEnv,
+        clock: Clock,
+        writer: ManifestWriter | None,
+        next_ids: dict[Counter, int],
+        *,
+        left: Sequence[str] = (),
     ) -> None:
         self.env = env
         self.clock = clock
@@ -90,6 +98,8 @@ class ManifestStore:
         """Versions lent to readers that read files and objects by themselves."""
         self.feed = ChangeFeed(self)
         """Everything that was committed, in order, for subscribers."""
+        self.recount = Recount(env, clock, left, close_broken=lambda: close_broken(env, self.writer))
+        """What the open has left to check (N3)."""
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -116,9 +126,9 @@ class ManifestStore:
                     refuse_newer(txn._txn, env)
                 # Readers hand out no ids, and a damaged manifest must open for `manifest check`.
                 return cls(env, clock, None, {})
-            writer, next_ids = own(env, clock, repair=repair)
+            writer, next_ids, left = own(env, clock, repair=repair)
             try:
-                manifest = cls(env, clock, writer, next_ids)
+                manifest = cls(env, clock, writer, next_ids, left=left)
                 manifest.leases.load()
                 manifest.feed.trim_behind()
             except BaseException:
@@ -137,8 +147,16 @@ class ManifestStore:
     def close(self) -> None:
         """Commit what is queued, stop the writer, close the environment."""
         if self._writer is not None:
+            was_sound = self._writer.failure is None
             self._writer.close()
+            if was_sound:
+                self.remember_checked()
         self.env.close()
+
+    def remember_checked(self) -> None:
+        """Note how far the manifest is known to be in order: the next open begins there (N3)."""
+        if not self.env.refused:
+            write_point(self.env, point_of(self.env))
 
     def __enter__(self) -> ManifestStore:
         return self

@@ -201,6 +201,16 @@ class ManifestWriter:
         self.bell.failure = self.bell.failure or self._queue.refusal
         self.bell.ring()
 
+    def watch_refused(self) -> None:
+        """Databases or counters were closed since the writer started: operations on them are refused from now on."""
+        self._overlay.check_sound = self._env.check_sound
+        self._overlay.active_ids.clear()  # they are believed without being looked up
+
+    def stop_for(self, error: QuireError) -> None:
+        """Commit what is queued and nothing more, because of a broken rule; what is there can still be read."""
+        what = f"the manifest takes no more changes: {error}"
+        self._queue.refuse(poisoned_by(error, what, hint="close the store and run `quire manifest check`"), drain=False)
+
     def _forked(self) -> None:
         """In the child of a fork() there is no writer thread, and a lock may be one that it held: everything anew."""
         refusal = StoreClosed("the manifest belongs to the parent of this fork()", hint="open the store again")

@@ -59,6 +59,7 @@ OTHER_JOBS_MS = 60_000
 def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Delete what is at zero, and the tombstone of a dropped database when nothing is left of it."""
     manifest, db_id = ctx.manifest, job.db_id
+    manifest.recount.finish()  # counts that decide what goes must have been looked at since the open (N3)
     artifacts = freed = 0
     trouble = AttemptFailures()
     while True:

@@ -105,6 +105,7 @@ class _Wave:
 
 def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Find objects that nothing speaks of, and rows whose objects are gone."""
+    ctx.manifest.recount.finish()  # rows say what is a stray: they must have been looked at since the open (N3)
     given = options(job, delete=False, runner="", grace_seconds=GRACE_SECONDS)
     sweep = _Sweep(ctx, ctx.clock.now_ms() - int(given["grace_seconds"] * 1000), given["delete"])
     with ctx.manifest.read() as txn:
