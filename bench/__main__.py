@@ -25,6 +25,7 @@ BENCHMARKS = {
     "spark_jobs": "verification on Spark against reading and checksums on all cores",
     "wire": "SQL over the wire against the owner, a bare endpoint, and PostgreSQL",
     "archive": "the store in its bucket: commit rates, lag, requests, mode sync, restore, replay",
+    "many": "a store as it grows: opening it, by the length of its feed",
     "cli": "starting the command line against starting Python",
     "spark": "data sources on Spark against SQLite, the local feed and Spark's own floor",
 }

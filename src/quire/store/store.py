@@ -24,14 +24,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.barrier import changes, may_change
-from quire.core.errors import InvalidInput, ReadOnly, StoreClosed
+from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
 from quire.core.settings import StoreSettings
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
 from quire.service.values import DatabaseInfo, StoreInfo
-from quire.store import layout, object_location
+from quire.store import layout, many, object_location
 from quire.store.backup import back_up
 from quire.store.heavy import Heavy
 from quire.store.info import (
@@ -337,6 +337,44 @@ class Store:
         if info.kind is not DbKind.PAGES:
             self._parts.engine_of(info.kind).sweep()
         return info
+
+    @changes
+    def create_many(
+        self,
+        names: Iterable[str],
+        kind: DbKind | str = DbKind.PAGES,
+        *,
+        tags: dict[str, str] | None = None,
+        namespace: str = "",
+    ) -> list[int]:
+        """New databases, in commits that they share; their ids, in the order of the names. See `docs/scale.md`."""
+        kind = kind if isinstance(kind, DbKind) else kind_named(kind)
+        namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
+        return many.create_many(self.manifest, names, kind, tags or {}, namespace_id)
+
+    @changes
+    def fork_many(
+        self, template: str, names: Iterable[str], *, at: int | str | None = None, tags: dict[str, str] | None = None
+    ) -> list[int]:
+        """Forks of a page database, all of one moment, in commits that they share; their ids, in the order of the names."""
+        if (source := self.database(template)).kind is not DbKind.PAGES:
+            text = "only page databases are forked by the thousand"
+            raise WrongKind(text, hint="use `fork` for key-value databases", name=template, kind=source.kind.name)
+        kept = self._parts.snapshot(template, "", {"by": "fork_many"}) if at is None else None
+        info = kept if kept is not None else self.manifest.snapshots.get(template, at if at is not None else 0)
+        try:
+            return many.fork_many(self.manifest, info.db_id, info.snapshot_id, names, tags or {})
+        finally:
+            if kept is not None:
+                self.manifest.snapshots.drop(kept.db_id, kept.snapshot_id)
+
+    @changes
+    def drop_many(self, names: Iterable[str], *, snapshots: bool = False) -> list[int]:
+        """Drop databases, in commits that they share; their ids, in the order of the names."""
+        dropped = many.drop_many(self.manifest, names, snapshots=snapshots)
+        for kind in {kind for _, kind in dropped} - {DbKind.PAGES}:
+            self._parts.engine_of(kind).sweep()
+        return [db_id for db_id, _ in dropped]
 
     @changes
     def rename(self, old: str, new: str) -> DatabaseInfo:
