@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
 import quire
+from quire.service import admission
 from quire.service.server import Credentials
 from quire.service.signed_tokens import create_token, ensure_signing_key
 from quire.service.web.server import WebServer
@@ -213,12 +214,14 @@ def test_a_reader_writes_nothing_over_the_wire(world: World) -> None:
         assert connection.execute("select count(*) from item").get == 1
 
 
-def test_no_token_is_told_to_whoever_listens(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_token_is_told_to_whoever_listens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(admission, "LOGGED_PER_SECOND", 1_000_000)
+    monkeypatch.setattr(admission, "emit", lambda *names, **fields: events.append({"names": names, **fields}))
     for holder in ("wrong", "expired", "forged", "unsigned", "shop"):
         world.asker(holder).get(f"/api/overview?access_token={world.tokens['admin']}")
-    told = capsys.readouterr().err
-    assert "service.refused" in told
-    assert not [token for token in world.tokens.values() if token and token in told]
+    assert [event["names"][1] for event in events] == ["service.refused"] * 5
+    assert not [token for token in world.tokens.values() if token and token in repr(events)]
 
 
 # ── connections ───────────────────────────────────────────────────────────────────────────────────────────────────────

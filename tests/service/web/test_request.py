@@ -42,12 +42,21 @@ def test_every_answer_keeps_other_sites_and_type_guessing_out(anybody: Asker) ->
 
 # ── names and origins ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_addresses_and_localhost_are_our_names(anybody: Asker) -> None:
-    for host in ("localhost", "localhost:7448", "127.0.0.1:1", "[::1]:80", "LOCALHOST", "10.1.2.3"):
+    for host in (
+        "localhost",
+        "localhost:7448",
+        "127.0.0.1:1",
+        "[::1]:80",
+        "LOCALHOST",
+        "10.1.2.3",
+        "shop.localhost",
+        "",
+    ):
         assert anybody.get("/api/me", Host=host).status == 200, host
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "", "[", "a@b"]
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ":", "[", "a@b"]
 )
 def test_a_foreign_name_is_refused_whatever_it_asks_for(anybody: Asker, web: WebServer, host: str) -> None:
     """DNS rebinding: a foreign page's name was pointed at this machine."""
