@@ -35,7 +35,8 @@ def test_the_commands_are_these() -> None:
     assert NAMES == [
         "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge", "evict",
         "hydrate", "restore", "backup", "restore-db", "verify", "stats", "metrics", "gc", "audit", "restore-store",
-        "standby", "promote", "clone", "takeover", "serve", "doctor", "tour", "completion", "db set-status", "db set",
+        "standby", "promote", "clone", "takeover", "serve", "token create", "doctor", "tour", "completion",
+        "db set-status", "db set",
         "snapshot create", "snapshot ls", "snapshot show", "snapshot drop", "snapshot diff", "sqlite import",
         "sqlite export", "sqlite follow", "sqlite unfollow", "sqlite shell",
         "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair", "kv backup",

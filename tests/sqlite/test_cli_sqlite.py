@@ -27,6 +27,7 @@ from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed
 from tests.cli.conftest import Ended, on_a_terminal, quire_program
 from tests.rules.tree import SRC
+from tests.service.world import OWNER, end, line, process
 from tests.sqlite.followed import Obedient, content, truth
 from tests.sqlite.ordinary import dump, integrity, make
 
@@ -219,6 +220,26 @@ def test_the_shell_runs_statements(root: Path, tmp_path: Path) -> None:
     assert read_only.code == 2
     assert "readonly" in read_only.err
     assert run(root, "shell", "nobody").code == 3
+
+
+def test_the_shell_writes_beside_a_server(root: Path, tmp_path: Path) -> None:
+    run(root, "import", str(make(tmp_path / "shop.db")))
+    with quire.open(root) as store:
+        store.snapshot("shop", "monday")
+    owner = process(OWNER, str(root))
+    line(owner)
+    assert run(root, "shell", "shop", "DELETE FROM item WHERE id > 50; SELECT 'x;y', 1").out == "x;y|1\n"
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item").out == "50\n"
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item", "--at", "monday").out == "200\n"
+    both = run(root, "shell", "shop", "BEGIN", "DELETE FROM item", "SELECT count(*) FROM item", "ROLLBACK")
+    assert (both.code, both.out) == (0, "0\n")
+    wrong = run(root, "shell", "shop", "SELECT nonsense")
+    assert (wrong.code, wrong.err.count("no such column: nonsense")) == (2, 1)
+    script = "DELETE FROM item WHERE id = 1;\n.tables item%\nSELECT count(*) FROM item;\n"
+    typed = run(root, "shell", "shop", typed=script)
+    assert (typed.code, "item" in typed.out, typed.out.endswith("49\n")) == (0, True, True)
+    end(owner)
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item").out == "49\n"
 
 
 def test_an_error_in_a_statement_is_told_once(root: Path, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "clone": ("standby", "Create a new store that begins as another one is, or was."),
     "takeover": ("objects", "Make this directory the owner of its bucket."),
     "serve": ("serve", "Own a store and serve it to other processes."),
+    "token": ("token", "Create tokens for clients of the SQL server."),
     "doctor": ("doctor", "Check the machine, the store and the object store."),
     "tour": ("tour", "Show a store at work, step by step."),
     "completion": ("completion", "Print a shell completion script."),

@@ -1,14 +1,15 @@
 """Commands about SQLite databases: import, export, follow and shell.
 
 Rules
-  1. Each needs the owner: versions come and go while they are read. A shell beside another owner is for reading what that has
-     published.
+  1. Each needs the owner: versions come and go while they are read. A shell beside another owner sends its SQL to that one's
+     server, or reads what it has published.
   2. Progress is on stderr, only on a terminal, and gone at the end.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import quire
@@ -21,12 +22,14 @@ from quire.cli.lookup import At, Database, Log, log_to, need_pages, settled, ver
 from quire.cli.output import Note, until_interrupted
 from quire.core.errors import InvalidInput, StoreLocked
 from quire.core.json_values import plain
+from quire.service.sockets import find_owner
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed, Follower
 from quire.sqlite.importing import import_file
 from quire.sqlite.shell import run_shell
 
 if TYPE_CHECKING:
+    from quire.sqlite.pep249.driver import Driver
     from quire.store.store import Store
 
 INTERVAL_SECONDS_MIN = 0.01
@@ -174,9 +177,10 @@ def shell(
 ) -> CliResult:
     """Open SQLite's shell on a database or a version of it.
 
-    Earlier versions are read-only, and so are all versions while another process owns the store.
+    Earlier versions are read-only. If `quire serve` owns the store, SQL runs there, and commands such as `.tables` show what
+    it has published; if another program owns it, the shell only reads.
     """
-    with _at_hand(cli) as store:
+    with _at_hand(cli) as store, ExitStack() as closing:
         need_pages(store.database(database), "have a shell")
         version = version_of(store.manifest, database, at)
         beside = store.mode == "r"
@@ -184,9 +188,11 @@ def shell(
             settled(store, database)
         wanted = version.at if version.snapshot is None else version.snapshot.name or version.snapshot.anchor_lsn
         connection = store.sqlite(database, at=wanted)
-        title = f"{database} {version.text}{', read-only: another process owns the store' if beside else ''}"
+        served = _served(cli, database, closing) if beside and not at else None
+        read_only = ", read-only: another process owns the store" if beside and served is None else ""
+        title = f"{database} {version.text}{', at the server' if served is not None else read_only}"
         try:
-            code = run_shell(connection, visible(title), statements or [])
+            code = run_shell(connection, visible(title), statements or [], served=served)
         except InvalidInput as error:
             if type(error.__cause__).__name__ == "ReadOnlyError":
                 error.hint = _where_to_write(database, at, beside=beside)
@@ -196,12 +202,23 @@ def shell(
     return CliResult(None, code or OK)
 
 
+def _served(cli: Cli, database: str, closing: ExitStack) -> Driver | None:
+    """A connection at the server that owns the store; None if its owner does not serve it."""
+    client = find_owner(cli.path)
+    if client is None:
+        return None
+    closing.enter_context(client)
+    driver: Driver = client.sqlite_driver(database)
+    closing.callback(driver.close)
+    return driver
+
+
 def _where_to_write(database: str, at: str, *, beside: bool) -> str:
     """The next step of who wants to change what is open for reading."""
     if at:
         return f"an earlier version is read-only: `quire fork {database} NEW --at {at}` creates a writable copy"
     if beside:
-        return "stop `quire serve`, or write from the process that owns the store (`quire doctor` shows which)"
+        return "have the process that owns the store serve it (`store.serve()`), or write there (`quire doctor` shows which)"
     return "the statement needs a database that is open for writing"
 
 

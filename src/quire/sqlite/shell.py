@@ -5,10 +5,12 @@ Thread: the main one, if people type. Raises `InvalidInput` for a statement that
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -16,6 +18,8 @@ import apsw
 import apsw.shell
 
 from quire.core.errors import InvalidInput, QuireError
+from quire.sqlite.pep249.driver import Driver
+from quire.sqlite.pep249.errors import Error
 
 
 class _Script:
@@ -50,13 +54,65 @@ class _Shell(apsw.shell.Shell):
         super().handle_exception()  # type: ignore[no-untyped-call]
 
 
-def run_shell(connection: apsw.Connection, title: str, statements: Sequence[str] = ()) -> int:
+class _ServedShell(_Shell):
+    """A shell whose SQL runs at the owner of the store; its commands look at what that has published."""
+
+    served: Driver
+
+    def process_sql(self, sql: str, bindings: Any = None, internal: bool = False, summary: Any = None) -> None:
+        """Run statements, one after the other, and show their rows."""
+        if internal:
+            super().process_sql(sql, bindings, internal, summary)
+            return
+        for statement in statements_of(sql):
+            try:
+                self._show(statement)
+            except Error as error:
+                raise self.Error(str(error)) from error
+
+    def _show(self, statement: str) -> None:
+        cursor = self.served.cursor()
+        cursor.execute(statement, ())
+        rows: Any = list(self.PositionRow(cursor))  # type: ignore[no-untyped-call]
+        if not rows:
+            return
+        wants_row = list(inspect.signature(self.output).parameters.values())[1].annotation == "Shell.Row"
+        values = rows if wants_row else [row.row for row in rows]
+        if getattr(self.output, "all_at_once", False):
+            self.output(rows[0].columns, values)
+            return
+        self.output(True, rows[0].columns)
+        for value in values:
+            self.output(False, value)
+
+
+def statements_of(sql: str) -> Iterator[str]:
+    """The statements of a text.
+
+    >>> list(statements_of("insert into t values (';'); select 1"))
+    ["insert into t values (';');", ' select 1']
+    """
+    start = 0
+    for end in (match.end() for match in re.finditer(";", sql)):
+        if apsw.complete(sql[start:end]):
+            yield sql[start:end]
+            start = end
+    if sql[start:].strip():
+        yield sql[start:]
+
+
+def run_shell(
+    connection: apsw.Connection, title: str, statements: Sequence[str] = (), *, served: Driver | None = None
+) -> int:
     """Run statements, or what people type until they leave, or a script; the exit code, 1 if a script met errors.
 
-    `title` is what the shell says it is open on.
+    `title` is what the shell says it is open on. With `served` SQL runs there, and `connection` is for the shell's commands.
     """
     typed: Any = sys.stdin if sys.stdin.isatty() else _Script(sys.stdin)
-    shell: Any = _Shell(db=connection, stdin=typed, stdout=sys.stdout, stderr=sys.stderr)
+    kind: Any = _Shell if served is None else _ServedShell
+    shell: Any = kind(db=connection, stdin=typed, stdout=sys.stdout, stderr=sys.stderr)
+    if served is not None:
+        shell.served = served
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         shell.command_colour(["off"])
     if statements:

@@ -1,0 +1,48 @@
+"""The command `token create`: a signed token for some databases of a store, for a time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from quire.cli.command import Cli
+from quire.cli.declarations import Group, Option, command
+from quire.cli.formatting import count_of, duration, seconds_of
+from quire.cli.output import Facts, Note, Report
+from quire.service.signed_tokens import create_token
+
+group = Group("token")
+
+
+@command("create", group, example="quire token create --db shop --ro --ttl 1h")
+def create(
+    cli: Cli,
+    db: Annotated[
+        list[str] | None, Option(metavar="DB", help="A database it is for; repeat for several.", show_default="all")
+    ] = None,
+    ro: Annotated[bool, Option("--ro", help="For reading only.")] = False,
+    ttl: Annotated[
+        str, Option(metavar="TIME", help="How long it is valid: 90s, 15m, 12h, 30d.", show_default="for ever")
+    ] = "",
+) -> Report:
+    """Create a token for clients of the SQL server (`quire serve --http`).
+
+    It is signed with the store's own key, so the server need not run, nor be told. The token is the first line; keep it like a
+    password. It cannot be taken back: give it a time.
+    """
+    wanted = list(db or ())
+    with cli.reader() as manifest, manifest.read() as txn:
+        for name in wanted:
+            txn.database_id(name)  # one that does not exist is a mistake of the person, not a token for later
+    seconds = seconds_of(ttl, "--ttl") if ttl else None
+    token = create_token(cli.path, wanted, read_only=ro, ttl_seconds=seconds)
+    what = ", ".join(wanted) if len(wanted) < 4 else count_of(len(wanted), "database")
+    may = f"{'read' if ro else 'read and write'} {what or 'every database'}"
+    until = f" for {duration(seconds)}" if seconds else ", for ever"
+    first = wanted[0] if wanted else "DB"
+    lines = [
+        ("may", f"{may}{until}"),
+        ("libSQL", f"url http://HOST:PORT/db/{first}, authToken as above"),
+        ("HTTP", "header Authorization: Bearer TOKEN"),
+    ]
+    data = {"token": token, "databases": wanted, "read_only": ro, "ttl_seconds": seconds}
+    return Report(parts=[Note(text=token, data=None), Facts(lines=lines, data=None)], data=data)
