@@ -218,6 +218,10 @@ class StatementRunner:
         self.rollback()
         self.connection.set_last_insert_rowid(0)
 
+    def release(self) -> None:
+        """Give back the memory of cached pages that no statement needs."""
+        self.connection.release_memory()
+
     def interrupt(self) -> None:
         """End the statement that runs, from another thread."""
         self.connection.interrupt()

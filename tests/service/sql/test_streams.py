@@ -20,10 +20,12 @@ class World:
         self.now = 100.0
         self.closed: list[SqlStream] = []
         self.rolled_back: list[SqlStream] = []
+        self.released: list[SqlStream] = []
         self.streams = StreamRegistry(
             StreamLimits(**limits),  # type: ignore[arg-type]  # numbers of both kinds
             close_stream=self._close,
             roll_back=self._roll_back,
+            release=self._release,
             clock=lambda: self.now,
         )
 
@@ -33,6 +35,9 @@ class World:
     async def _roll_back(self, stream: SqlStream) -> None:
         stream.is_in_transaction = False
         self.rolled_back.append(stream)
+
+    async def _release(self, stream: SqlStream) -> None:
+        self.released.append(stream)
 
     def refused(self, baton: str, target: SqlTarget = SHOP, caller: str = "me") -> str:
         with pytest.raises(StreamRefused) as caught:
@@ -114,6 +119,18 @@ def test_a_lasting_stream_only_loses_its_transaction() -> None:
         assert (world.closed, world.rolled_back) == ([], [stream])
         await world.streams.sweep()
         assert (world.closed, world.rolled_back) == ([], [stream])
+
+    within(test)
+
+
+def test_a_stream_that_waits_gives_its_pages_back_once() -> None:
+    async def test(world: World) -> None:
+        stream = world.streams.open(SHOP, "me")
+        world.streams.touch(stream)
+        for _ in range(3):
+            world.now += 1.1
+            await world.streams.sweep()
+        assert world.released == [stream]
 
     within(test)
 

@@ -71,7 +71,10 @@ class SqlService:
             statement_seconds=settings.sql_statement_seconds,
         )
         self.streams = StreamRegistry(
-            _stream_limits(settings), close_stream=self._close_connection, roll_back=self._roll_back
+            _stream_limits(settings),
+            close_stream=self._close_connection,
+            roll_back=self._roll_back,
+            release=self._release,
         )
         # the loop's
         self._lanes: dict[str, WriterLane] = {}
@@ -207,6 +210,10 @@ class SqlService:
             await self._threads.call(stream.session.runner.rollback)
         stream.is_in_transaction = False
         self.queue(stream.target.name).wake()
+
+    async def _release(self, stream: SqlStream) -> None:
+        if stream.session is not None:
+            await self._threads.call(stream.session.runner.release)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self) -> None:

@@ -36,6 +36,8 @@ assert _BATON.size == 16
 
 INVALID, REUSED, EXPIRED, TOO_MANY = "BATON_INVALID", "BATON_REUSED", "STREAM_EXPIRED", "TOO_MANY_STREAMS"
 TRANSACTION_TIMEOUT = "TRANSACTION_TIMEOUT"
+RELEASE_SECONDS = 1.0
+"""A stream that waits this long between two requests gives its cached pages back: hundreds of them may wait."""
 
 
 class StreamRefused(Exception):
@@ -62,6 +64,7 @@ class SqlStream:
     __slots__ = (
         "caller",
         "connection",
+        "has_pages",
         "is_closed",
         "is_in_transaction",
         "is_lasting",
@@ -88,6 +91,8 @@ class SqlStream:
         self.connection: SqlConnection | None = None
         self.session: SqlSession | None = None
         self.is_in_transaction = False
+        self.has_pages = False
+        """Whether its connection may have pages in its cache."""
         # the registry's
         self.turn = 0
         """Of the baton that is out; 0 if none is."""
@@ -114,12 +119,14 @@ class StreamRegistry:
         *,
         close_stream: StreamEnd,
         roll_back: StreamEnd,
+        release: StreamEnd,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # constant after construction
         self._limits = limits
         self._close_stream = close_stream
         self._roll_back = roll_back
+        self._release = release
         self._clock = clock
         self._key = secrets.token_bytes(32)
         # the loop's
@@ -227,6 +234,7 @@ class StreamRegistry:
     def touch(self, stream: SqlStream) -> None:
         """A request of it has ended: it is idle from now on."""
         stream.used_at = self._clock()
+        stream.has_pages = True
 
     async def sweep(self) -> None:
         """End what was idle for too long."""
@@ -241,6 +249,10 @@ class StreamRegistry:
                 self.expired += 1
                 async with stream.lock:
                     await self.close(stream)
+            elif idle >= RELEASE_SECONDS and stream.has_pages:
+                async with stream.lock:
+                    stream.has_pages = False
+                    await self._release(stream)
 
     async def _end_transaction(self, stream: SqlStream) -> None:
         """Roll back what holds a lock for nobody. Over HTTP the stream ends with it."""
