@@ -24,6 +24,7 @@ BENCHMARKS = {
     "checkpoint": "checkpoint and merge on Spark against a loop by hand; ten thousand databases in one run",
     "spark_jobs": "verification on Spark against reading and checksums on all cores",
     "wire": "SQL over the wire against the owner, a bare endpoint, and PostgreSQL",
+    "replicas": "embedded replicas: catching up against fetching everything",
     "archive": "the store in its bucket: commit rates, lag, requests, mode sync, restore, replay",
     "many": "a store as it grows: opening it, by the length of its feed",
     "cli": "starting the command line against starting Python",

@@ -20,6 +20,7 @@ from quire.service.replicas.protobuf import bytes_field, number_field, read_mess
 from quire.service.replicas.pull_messages import read_request
 from quire.service.replicas.pulls import history_of
 from quire.service.replicas.revisions import HistoryId, Revision
+from quire.service.signed_tokens import create_token
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.service.web.world import Asker, Told, admin, web_served
@@ -182,6 +183,23 @@ def test_wrong_pulls_are_refused(store: Store, boss: Asker, both: tuple[Store, W
         ("GET", "/db/shop/sync/1/1/2"),
     ):
         assert stranger.ask(method, path, b"" if method == "POST" else None).status == 401
+
+
+def test_a_replica_needs_a_grant_for_its_database(store: Store, both: tuple[Store, WebServer]) -> None:
+    _sql(store, "CREATE TABLE t(a)", name="other")
+    reader = Asker(both[1].address, create_token(store.path, ["shop"], read_only=True))
+    generation = _generation(reader)
+    assert Pulled(_ask(reader)).pages == _pages(store)
+    assert reader.ask("GET", f"/db/shop/export/{generation}").status == 200
+    for name in ("other", "none"):
+        told = _ask(reader, name=name)
+        assert (told.status, told.json["message"]) == (403, "this database may not be used with this token")
+        for path in ("info", f"export/{generation}", f"sync/{generation}/1/2"):
+            assert reader.ask("GET", f"/db/{name}/{path}").status == 403
+    pushed = b'{"requests": [{"type": "execute", "stmt": {"sql": "DELETE FROM t"}}]}'
+    assert b'"error"' in reader.ask("POST", "/db/shop/v2/pipeline", pushed).body, "pushing needs one for writing"
+    with closing(store.sqlite("shop")) as connection:
+        assert connection.execute("SELECT count(*) FROM t").fetchall() == [(1,)]
 
 
 def test_other_page_sizes_are_refused_with_a_way_out(store: Store, boss: Asker) -> None:
