@@ -261,6 +261,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sql_answer_rows_max: int = 1_000_000
     sql_answer_bytes_max: int = 32 * MIB
     """Of one answer; a cursor has neither limit."""
+    sql_heap_bytes: int = 1024 * MIB
+    """What SQLite takes in the whole process before it gives cached pages back, once a server runs; statements do not fail by
+    it. 0: no limit."""
     sql_default_database: str = "default"
     """The database of clients that name none, made when it is first used; empty: they are refused."""
 
@@ -286,6 +289,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "service.http_events_max lies in [1, http_connections_max)",
         )
         _require(self.http_sample_seconds > 0, "service.http_sample_seconds must be positive")
+        _require(
+            self.sql_heap_bytes == 0 or self.sql_heap_bytes >= 16 * MIB,
+            "service.sql_heap_bytes is at least 16 MiB, or 0",
+        )
         _require(1 <= self.sql_threads <= 256, "service.sql_threads lies in [1, 256]")
         _require(
             1 <= self.sql_database_streams_max <= self.sql_streams_max,

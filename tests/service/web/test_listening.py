@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 import quire
@@ -110,6 +111,15 @@ def test_clients_that_are_turned_away_are_told_and_few_are_waited_for(path: Path
         until(lambda: web.figures().limited.get("connections") == HELD_MAX + 8, "not all were turned away")
         for connection in held + refused:
             connection.close()
+
+
+def test_sqlites_memory_has_a_soft_limit_and_no_hard_one(path: Path) -> None:
+    before = apsw.soft_heap_limit(-1)
+    try:
+        with web_served(path, sql_heap_bytes=64 << 20):
+            assert (apsw.soft_heap_limit(-1), apsw.hard_heap_limit(-1)) == (64 << 20, 0)
+    finally:
+        apsw.soft_heap_limit(before)
 
 
 # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────────

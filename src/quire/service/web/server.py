@@ -49,6 +49,7 @@ from quire.service.web.listening import HTTP, UNIX, WebAddress, bind, parse_addr
 from quire.service.web.metrics import exposition, registry
 from quire.service.web.protocol import ConnectionSetup, Slots
 from quire.service.web.routes import Routes
+from quire.sqlite.remote_policy import limit_heap
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -117,6 +118,7 @@ class WebServer:
         self._listener, self.address = bind(place)
         self._settings = store.settings.service
         self._clock = store.manifest.clock
+        limit_heap(self._settings.sql_heap_bytes)
         self._web = Web(store, explain, gate)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
