@@ -112,7 +112,7 @@ def test_no_probe_can_end_it(run: Run, monkeypatch: pytest.MonkeyPatch, probe: s
 
 
 def test_java_and_spark_are_optional(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.cli.doctor._installed", lambda _: None)
+    monkeypatch.setattr("quire.cli.doctor.installed_version", lambda _: None)
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setattr("shutil.which", lambda _: None)
     found = rows(run)

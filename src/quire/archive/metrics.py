@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 
 from quire.archive.status import ArchiveStatus
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 
 class ArchiveCollector:
@@ -24,9 +25,6 @@ class ArchiveCollector:
 
     def collect(self) -> Iterable[Metric]:
         """The current figures."""
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
         known = self._status()
         status = known or ArchiveStatus(mode="off", state="off", interval_seconds=0.0)
         drill = status.last_drill

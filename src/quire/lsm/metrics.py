@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+if TYPE_CHECKING:
     from quire.lsm.kv import Stats
 
 LABELS = ["db", "name"]
@@ -44,8 +44,6 @@ class KvCollector:
 
     def collect(self) -> Iterable[Metric]:
         """The current figures."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         databases = list(self._databases())
         for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for field, text in names.items():

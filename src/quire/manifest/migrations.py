@@ -27,6 +27,7 @@ import msgspec
 from quire.core.clock import Clock
 from quire.core.errors import FormatTooNew, ManifestDamaged
 from quire.core.events import emit
+from quire.core.packages import installed_version
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.codec import VERSION
@@ -156,13 +157,4 @@ def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
 
 def _ledger_row(step: Step, clock: Clock) -> tuple[bytes, bytes]:
     key = t.MIGRATIONS.key.pack(step.name)
-    return key, t.MIGRATIONS.rows.encode(key, MigrationRecord(clock.now_ms(), _quire_version()))
-
-
-def _quire_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, needed once in a store's life
-
-    try:
-        return version("quire")
-    except PackageNotFoundError:
-        return "unknown"
+    return key, t.MIGRATIONS.rows.encode(key, MigrationRecord(clock.now_ms(), installed_version() or "unknown"))

@@ -21,6 +21,7 @@ from quire.core.errors import ChecksumMismatch, InvalidInput, OutOfRange
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.core.tracing import TRACE_API, span
+from quire.core.waiting import in_thread
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, File
 from quire.durable.names import SCRATCH, scratch_dir
@@ -129,9 +130,7 @@ class PageGuard:
     def __await__(self) -> Generator[Any, None, int]:
         if self.done() and self.wal.barrier is None:
             return self.lsn
-        import asyncio  # 40 ms that a program without an event loop need not pay
-
-        return (yield from asyncio.to_thread(self.result).__await__())
+        return (yield from in_thread(self.result))
 
 
 class WriteTxn:

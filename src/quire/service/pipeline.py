@@ -26,6 +26,7 @@ import msgspec
 from quire.core.errors import InternalError, InvalidInput, Overloaded, QuireError, StoreClosed, TimedOut
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
 from quire.core.tracing import carried
+from quire.core.waiting import in_thread
 from quire.manifest.guard import Receipt
 from quire.manifest.ops.base import Op
 from quire.service import messages as m
@@ -69,9 +70,7 @@ class RemoteGuard:
         self._done.set()
 
     def __await__(self) -> Generator[Any, None, Receipt]:
-        import asyncio  # 40 ms that a program without an event loop need not pay
-
-        return asyncio.to_thread(self.result).__await__()
+        return in_thread(self.result)
 
 
 class _Waiting(msgspec.Struct):

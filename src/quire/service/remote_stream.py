@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import InvalidInput, OutOfRange, QuireError, StoreClosed, TimedOut
 from quire.core.limits import IDEMPOTENCY_KEY_BYTES
+from quire.core.waiting import in_thread
 from quire.service import data_actions as d
 from quire.service import tickets
 from quire.service.channel import Channel
@@ -84,10 +85,8 @@ class RemoteAppended:
         self._is_settled = True
 
     def __await__(self) -> Generator[Any, None, int]:
-        import asyncio  # 40 ms that a program without an event loop need not pay
-
         if not self._is_settled:
-            yield from asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+            return (yield from in_thread(self.result))
         return self.result()
 
 

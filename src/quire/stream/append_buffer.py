@@ -19,6 +19,7 @@ from quire.core.errors import DiskFull, InvalidInput, OutOfRange, QuireError
 from quire.core.ids import U64_MAX
 from quire.core.recent_keys import RecentKeys, call_number
 from quire.core.settings import StreamSettings
+from quire.core.waiting import in_thread
 from quire.stream.group_commit import AppendRound
 from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, Body, body_of, body_of_arrow, parts
 
@@ -83,9 +84,7 @@ class Appended(msgspec.Struct, gc=False, eq=False):
 
     def __await__(self) -> Generator[Any, None, int]:
         if not self.done or self._log.barrier is not None:
-            import asyncio  # 40 ms that a program without an event loop need not pay
-
-            yield from asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+            return (yield from in_thread(self.result))
         return self.record
 
 
