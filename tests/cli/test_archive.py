@@ -195,3 +195,25 @@ def test_values_are_quoted_and_comments_stay() -> None:
     text = with_setting('object_store = "a#b" # here\n\n[objects]\n', "", "object_store", 'c"d\\e')
     assert text == 'object_store = "c\\"d\\\\e" # here\n\n[objects]\n'
     assert with_setting("[objects]\n", "objects", "allow_http", True) == "[objects]\nallow_http = true\n"
+
+
+def test_an_abandoned_epoch_is_listed_and_removed_by_name(run: Run, shop: Path, bucket: Path, tmp_path: Path) -> None:
+    assert run("archive", "on", at=shop).code == 0
+    assert run("archive", "abandoned", at=shop).out.strip() == "no abandoned owner epochs"
+    then = tmp_path / "then"
+    assert run("restore-store", str(bucket), str(then)).code == 0
+    shutil.rmtree(shop)
+    assert run("restore-store", str(bucket), str(shop), "--takeover").code == 0
+    with quire.open(shop) as store:
+        store.kv("cart").put(b"bob", b"a mistake")
+    assert run("takeover", "--discard", "--yes", at=then).code == 0
+    with quire.open(then) as store:
+        store.kv("cart").put(b"alice", b"4 apples")
+    (row,) = run("archive", "abandoned", "--json", at=then).data
+    assert row["owner_epoch"] == 2
+    refused = run("archive", "abandoned", "--remove", "1", "--yes", at=then)
+    assert "no such abandoned owner epoch" in refused.err
+    removed = run("archive", "abandoned", "--remove", "2", "--yes", "--json", at=then)
+    assert removed.data == {"removed": row["objects"]}
+    assert run("archive", "abandoned", "--json", at=then).data == []
+    assert run("archive", "audit", at=then).code == 0

@@ -47,7 +47,7 @@ def test_the_commands_are_these() -> None:
         "feed cursors", "feed resume", "feed drop", "manifest check", "manifest tables", "manifest dump",
         "manifest inspect", "manifest verify", "manifest mode", "manifest bundle", "quarantine ls",
         "quarantine restore", "quarantine rm", "archive on", "archive off", "archive status",
-        "archive drill", "archive audit", "clones ls", "clones release", "clones forget",
+        "archive drill", "archive abandoned", "archive audit", "clones ls", "clones release", "clones forget",
         "objects moved", "namespace create", "namespace ls", "namespace drop",
     ]  # fmt: skip
 

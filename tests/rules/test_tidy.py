@@ -19,7 +19,7 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
-    "src/quire/archive/archiver.py": 673,  # one state over three threads: cutting, uploading, bases
+    "src/quire/archive/archiver.py": 639,  # one state over three threads: cutting, uploading, bases
     "src/quire/manifest/records.py": 605,  # one record for each table; a second file would only be another place to look
 }
 LONGER_FUNCTIONS: dict[str, int] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import quire
-from quire.core.errors import AccessDenied, InvalidInput, QuireError
+from quire.core.errors import AccessDenied, InvalidInput, QuireError, ReadOnly
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.spark.access import access_of
 
@@ -58,6 +59,24 @@ def test_changes_are_refused(tmp_path: Path) -> None:
     with quire.open_archive(make(tmp_path)) as store:
         with pytest.raises(QuireError):
             store.kv("cart").put(b"k", b"v")
+        changing: list[Callable[[], object]] = [
+            lambda: store.create("new", "pages"),
+            lambda: store.kv("new", create=True),
+            lambda: store.stream("new", create=True),
+            lambda: store.sqlite("new", create=True),
+            lambda: store.drop("cart"),
+            lambda: store.rename("cart", "new"),
+            lambda: store.set_status("cart", "active"),
+            lambda: store.set_options("cart", tags={"a": "b"}),
+            lambda: store.snapshot("shop", "now"),
+            lambda: store.fork("shop", "new"),
+            lambda: store.checkpoint("shop"),
+            lambda: store.maintain(),
+        ]
+        for change in changing:
+            with pytest.raises(ReadOnly, match="a copy of an archive"):
+                change()
+        assert [info.name for info in store.databases()] == ["cart", "events", "shop"]
         store.serve()
         with quire.connect(store.path) as client:
             with pytest.raises(AccessDenied, match="a copy of an archive"):

@@ -45,26 +45,25 @@ from quire.archive.format import (
     Header,
     Kind,
     Position,
-    decode_header,
     encode_object,
-    log_key,
 )
-from quire.archive.log_reader import owner_log, read_object
-from quire.archive.queue import Entry, Outgoing, PendingArtifact, PendingBase, Slot, bounded_queue
-from quire.archive.recorder import SPOOL, Recorder
-from quire.archive.sealing import begin_log, fenced_by
+from quire.archive.queue import Entry, PendingArtifact, PendingBase, Slot, bounded_queue
+from quire.archive.recorder import SPOOL, Recorder, whole_file
+from quire.archive.sealing import end_of_log
 from quire.archive.standbys import StandbyWatch
-from quire.archive.state_files import ArchiveState, take_archive_state, write_archive_state
+from quire.archive.state_files import ArchiveState, config_digest, take_archive_state, write_archive_state
 from quire.archive.status import ArchiveStatus, DrillRecord, Figures, Traffic, read_drill, status_of
+from quire.archive.uploader import Outgoing, Uploader
 from quire.core.clock import Clock
-from quire.core.errors import AlreadyExists, InvalidInput, NotArchived, QuireError, StoreFenced, Unavailable
+from quire.core.errors import InvalidInput, NotArchived, QuireError, StoreFenced, Unavailable
 from quire.core.events import emit_safely
 from quire.core.settings import ArchiveSettings
+from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, read_all, write_new
+from quire.durable.files import Disk, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.store import ManifestStore
-from quire.objects.api import ExistingObject, ObjectStore
+from quire.objects.api import ObjectStore
 
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Between two attempts to reach the bucket; the last one from then on."""
@@ -103,12 +102,13 @@ class Archiver:
         self._manifest = manifest
         self._objects = objects
         self._fence = fence
-        self._confirm = confirm
         self._depose = depose
         self._drill = drill
         self._store_id, self._epoch = "", 0  # constant after `start`
         self._spool = os.path.join(root, SPOOL)
         self._artifacts = Artifacts(disk, self._spool)
+        self.traffic = Traffic()
+        self._uploader = Uploader(disk, lambda: self._objects(), self._artifacts, self.traffic, confirm)
         # guarded by _lock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -143,7 +143,6 @@ class Archiver:
         self._base_began = float("-inf")
         self._base_bytes = self._log_bytes = self._base_at_ms = 0
         self._memory_bytes = self._backlog_bytes = 0
-        self.traffic = Traffic()
         self._last_cut_ms = self._restorable_ms = 0
         self._threads: list[threading.Thread] = []
 
@@ -164,6 +163,10 @@ class Archiver:
             self._base_at_ms = state.base_at_ms
             self._needs_base, self._has_base = False, True
             self._last_cut_ms = self._restorable_ms = state.at_ms
+            if (digest := config_digest(self._disk, self._root)) and digest != state.config_digest:
+                # edited while nobody had the store open: no base will read it for an hour
+                for event in whole_file(self._disk, os.path.join(self._root, names.CONFIG), names.CONFIG):
+                    self.queue.append(event)
         self._manifest.writer.archive = self
         self._manifest.writer.record_rows()
         for run, name in ((self._run_cuts, "quire-archive"), (self._run_puts, "quire-archive-put")):
@@ -195,6 +198,7 @@ class Archiver:
                 transaction=self._manifest.env.last_txn_id(),
                 at_ms=self._at_ms,
                 base_at_ms=self._base_at_ms,
+                config_digest=config_digest(self._disk, self._root),
             )
             write_archive_state(self._disk, self._root, state)
         elif self._failure is None and self._threads:  # without them the opening was refused, and nothing was changed
@@ -346,14 +350,8 @@ class Archiver:
     def _find_end(self) -> bool:
         """Where the log of this epoch ends, in the bucket; whether that is known now."""
         try:
-            log = owner_log(self._objects(), self._store_id, self._epoch)
-            if log.seal is not None:
-                raise fenced_by(log.seal, log_key(self._store_id, log.seal.position))
-            if log.positions:
-                header, digest, _ = read_object(self._objects(), self._store_id, log.positions[-1])
-            else:
-                now_ms = self._clock.now_ms()
-                parent = begin_log(self._objects(), self._disk, self._root, self._store_id, self._epoch, now_ms)
+            now_ms = self._clock.now_ms()
+            end = end_of_log(self._objects(), self._disk, self._root, self._store_id, self._epoch, now_ms)
         except (Unavailable, QuireError) as error:
             if isinstance(error, StoreFenced):
                 raise
@@ -363,17 +361,11 @@ class Archiver:
                 if not self._stop:
                     self._changed.wait(RETRY_SECONDS[2])
             return False
-        number = 0
-        if not log.positions:
-            self._parent, self._digest = parent
-        else:
-            number = header.position.number + 1
-            self._digest = digest
-            self._restorable, self._base = header.restorable, header.base
-            self._at_ms = max(self._at_ms, header.at_ms)
-            self._last_cut_ms = header.at_ms
+        self._parent, self._digest = end.parent, end.digest
+        self._restorable, self._base = end.restorable, end.base
+        self._at_ms, self._last_cut_ms = max(self._at_ms, end.at_ms), end.at_ms or self._last_cut_ms
         with self._lock:  # from now on nothing is forgotten (`_cut_early`)
-            self._next = Position(self._epoch, number)
+            self._next = end.next
         return True
 
     def _bound_queue(self) -> None:
@@ -554,15 +546,14 @@ class Archiver:
         """Upload a part of a base, however long that takes: its name, size and digest (`base_writer.BaseSink`)."""
         header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
         data = encode_object(header, events)
-        self._until_it_answers(lambda: self._objects().put(key, data))
-        self.traffic.count(len(data))
+        self._until_it_answers(lambda: self._uploader.put_part(key, data))
         return key, len(data), hashlib.sha256(data).digest()
 
     def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
         """The event of a file that never changes, which is uploaded now if it was not (`base_writer.BaseSink`)."""
 
         def upload(key: str, path: str) -> None:
-            self._until_it_answers(lambda: self._put_artifact(key, path))
+            self._until_it_answers(lambda: self._uploader.put_artifact(key, path))
 
         return self._artifacts.in_base(path, relative, self._store_id, first, upload)
 
@@ -599,38 +590,12 @@ class Archiver:
             return self._outbox[0]
 
     def _put(self, outgoing: Outgoing) -> None:
-        while outgoing.artifacts:
-            key, path = outgoing.artifacts[0]
-            self._put_artifact(key, path)
-            hit("archive.artifact.put")
-            outgoing.artifacts.pop(0)
-            self._artifacts.discard(path)
-        data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
-        key = log_key(self._store_id, outgoing.position)
-        hit("archive.log.before")
-        try:
-            self._objects().put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
-        except AlreadyExists:
-            header = decode_header(self._objects().get(key), key)
-            if header.kind is Kind.SEAL:
-                raise fenced_by(header, key) from None
-            self._confirm()
+        if self._uploader.put(self._store_id, outgoing):
+            self.last_error = ""
+        else:
             with self._lock:
                 self._is_misplaced = True
                 self._changed.notify_all()
-            return
-        hit("archive.log.put")
-        self.traffic.count(len(data))
-        self.last_error = ""
-
-    def _put_artifact(self, key: str, path: str) -> None:
-        size = self._disk.size(path)
-
-        def is_same(existing: ExistingObject) -> bool:
-            return existing.info.size_bytes == size
-
-        self._objects().put_file(key, path, create_only=True, identity=is_same)
-        self.traffic.count(size)
 
     def _forget(self, outgoing: Outgoing) -> None:
         """Remove what waited on disk for this object."""

@@ -19,11 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.archive.format import OBJECT_BYTES, AnyEvent, BaseEvent, Position
+from quire.archive.format import OBJECT_BYTES, AnyEvent, BaseEvent
 
 
 class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
@@ -236,25 +235,3 @@ class EventQueue:
 def bounded_queue(memory_bytes: int, crowded: Callable[[], None]) -> EventQueue:
     """A queue that asks for a cut when an object is full, or half of the memory, and never takes much more than the memory."""
     return EventQueue(crowded_bytes=min(OBJECT_BYTES, memory_bytes // 2), full_bytes=memory_bytes, crowded=crowded)
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A log object that is encoded and not in the bucket yet."""
-
-    position: Position
-    digest: bytes
-    end: int
-    taken_at: float
-    restorable: int
-    base: int
-    breaks: int = 0
-    """How often the chain had been broken when it was encoded."""
-    artifacts: list[tuple[str, str]] = field(default_factory=list)
-    """(object name, local file): to be uploaded first."""
-    data: bytes | None = None
-    path: str = ""
-    """Where it waits, if it does not wait in memory."""
-    size_bytes: int = 0
-    at_ms: int = 0
-    """The owner's clock when it was cut."""

@@ -135,6 +135,39 @@ def _taken_over_by(header: Header) -> StoreFenced:
     return StoreFenced(what, hint="restore its archive, or write to it", sealed=str(header.position))
 
 
+class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an owner goes on with its log."""
+
+    next: Position
+    parent: Position
+    """What the first object of an epoch comes after."""
+    digest: bytes
+    """Of the object before the next one."""
+    restorable: int = NONE
+    base: int = NONE
+    at_ms: int = 0
+    """Of the last object; 0 if there is none."""
+
+
+def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> LogEnd:
+    """Where the log of an owner's own epoch ends; `StoreFenced` if it was sealed."""
+    log = owner_log(store, store_id, epoch)
+    if log.seal is not None:
+        raise fenced_by(log.seal, log_key(store_id, log.seal.position))
+    if not log.positions:
+        parent, digest = begin_log(store, disk, root, store_id, epoch, now_ms)
+        return LogEnd(next=Position(epoch, 0), parent=parent, digest=digest)
+    header, digest, _ = read_object(store, store_id, log.positions[-1])
+    return LogEnd(
+        next=Position(epoch, header.position.number + 1),
+        parent=header.position,
+        digest=digest,
+        restorable=header.restorable,
+        base=header.base,
+        at_ms=header.at_ms,
+    )
+
+
 def begin_log(
     store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, at_ms: int
 ) -> tuple[Position, bytes]:

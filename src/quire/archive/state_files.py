@@ -34,6 +34,7 @@ from quire.archive.recorder import ARCHIVE_STATE, REMOTE_FILES, SPOOL
 from quire.archive.status import ArchiveStatus, read_drill
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.settings import ArchiveSettings
+from quire.durable import names
 from quire.durable.files import Disk, read_all, write_atomic
 
 ORIGIN = "restored.json"
@@ -61,6 +62,8 @@ class ArchiveState(msgspec.Struct, kw_only=True):
     """Of the last header: moments never fall in a log."""
     base_at_ms: int = 0
     """When the last base began: the next one is due by its age, not because the store was opened."""
+    config_digest: bytes = b""
+    """SHA-256 of quire.toml: people edit it while nobody has the store open. Empty: not known, or there is none."""
 
     def continues(self, store_id: str, epoch: int, transaction: int) -> bool:
         """Whether it is about this store, and nothing was changed since."""
@@ -91,6 +94,14 @@ def write_archive_state(disk: Disk, root: str, state: ArchiveState) -> None:
     """Leave the archive so that the next opening continues it."""
     line = msgspec.json.encode(state)
     write_atomic(disk, os.path.join(root, ARCHIVE_STATE), line + b"\n" + _check(line))
+
+
+def config_digest(disk: Disk, root: str) -> bytes:
+    """SHA-256 of a store's quire.toml; empty if there is none."""
+    try:
+        return hashlib.sha256(read_all(disk, os.path.join(root, names.CONFIG))).digest()
+    except FileNotFoundError:
+        return b""
 
 
 def _check(line: bytes) -> bytes:

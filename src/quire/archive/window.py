@@ -39,7 +39,8 @@ from quire.archive.format import (
 )
 from quire.archive.log_reader import base_events, find, header_of, log_events
 from quire.core.errors import Corruption
-from quire.objects.api import ObjectStore
+from quire.durable.object_names import epoch_prefix
+from quire.objects.api import ObjectStore, list_objects
 
 
 class EpochObjects(msgspec.Struct):
@@ -163,6 +164,13 @@ class Line:
                 return self._whole(epoch, numbers, base)
         return None
 
+    def abandoned(self) -> tuple[int, ...]:
+        """The owner epochs that have a log and are on no line."""
+        named = dict(self.epochs)
+        return tuple(
+            sorted(epoch for epoch, there in self._listing.epochs.items() if there.logs and epoch not in named)
+        )
+
     def newest(self) -> Header | None:
         """The newest log object."""
         return next((self.header(epoch, numbers[-1]) for epoch, numbers in self.epochs if numbers), None)
@@ -214,14 +222,13 @@ def reach(store: ObjectStore, store_id: str) -> Reach:
     listing = list_archive(store, store_id)
     line = Line(store, listing)
     oldest, newest = line.oldest(), line.newest()
-    named = {position for position, _ in line.epochs}
     return Reach(
         oldest_at_ms=oldest.at_ms if oldest is not None else 0,
         newest_at_ms=newest.at_ms if newest is not None else 0,
         log_objects=sum(len(numbers) for _, numbers in line.epochs),
         objects=listing.objects(),
         size_bytes=listing.size_bytes(),
-        abandoned=tuple(sorted(epoch for epoch, there in listing.epochs.items() if there.logs and epoch not in named)),
+        abandoned=line.abandoned(),
     )
 
 
@@ -267,6 +274,44 @@ def files_of(store: ObjectStore, store_id: str, kept: Oldest) -> Iterator[str]:
         yield from (event.key for event in events if isinstance(event, ArtifactEvent))
     for _, _, events in log_events(store, store_id, first, kept.position):
         yield from (event.key for event in events if isinstance(event, ArtifactEvent))
+
+
+# ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────
+class AbandonedEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """An owner epoch that the newest owner's history does not contain: somebody went back to a moment before it."""
+
+    owner_epoch: int
+    objects: int
+    """Of its archive, and those that its databases put."""
+    size_bytes: int
+    ended_at_ms: int
+    """When its owner archived the last time."""
+
+
+def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
+    """The abandoned owner epochs of a store, oldest first. Reads the bucket alone."""
+    listing = list_archive(store, store_id)
+    line = Line(store, listing)
+    abandoned = []
+    for epoch in line.abandoned():
+        there = listing.epochs[epoch]
+        put = list(list_objects(store, epoch_prefix(store_id, epoch)))
+        headers = (line.header(epoch, number) for number in sorted(there.logs, reverse=True))
+        abandoned.append(
+            AbandonedEpoch(
+                owner_epoch=epoch,
+                objects=there.objects() + len(put),
+                size_bytes=there.size_bytes() + sum(info.size_bytes for info in put),
+                ended_at_ms=next((header.at_ms for header in headers if header.kind is not Kind.SEAL), 0),
+            )
+        )
+    return abandoned
+
+
+def keys_in_order(there: EpochObjects, store_id: str, epoch: int) -> list[str]:
+    """The objects of an epoch's archive, in the order in which they may go: while its log is there, the rest is found again."""
+    logs = [log_key(store_id, Position(epoch, number)) for number in sorted(there.logs)]
+    return [*there.files, *there.parts, *logs]
 
 
 # ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────

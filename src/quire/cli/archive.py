@@ -11,12 +11,12 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
-from quire.archive.window import RestorableRange, restorable_range
-from quire.cli.command import Cli, CliResult, on_terminal
+from quire.archive.window import RestorableRange, abandoned_epochs, restorable_range
+from quire.cli.command import Cli, CliResult, confirm, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, moment_of, size, span
-from quire.cli.lookup import Runner, need_runner
+from quire.cli.lookup import Runner, Yes, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
@@ -370,6 +370,38 @@ def _show_progress(step: str, done: int, total: int) -> None:
     end = "\n" if done == total else ""
     sys.stderr.write(f"\r{step}: {done:,} of {total:,} objects{end}")
     sys.stderr.flush()
+
+
+# ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────
+@command("abandoned", archive, example="quire archive abandoned")
+def abandoned(
+    cli: Cli,
+    remove: Annotated[
+        int, Option("--remove", metavar="EPOCH", min=0, show_default=False, help="Delete everything of this epoch.")
+    ] = 0,
+    yes: Yes = False,
+) -> Listing | Note:
+    """List owner epochs that the store's history does not contain, or delete one of them.
+
+    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`). Nothing deletes them by
+    itself: what is in them can be restored until then.
+    """
+    if not remove:
+        root = os.path.abspath(cli.path)
+        with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
+            known = abandoned_epochs(bucket, txn.store_id())
+        rows = [
+            Row([str(left.owner_epoch), str(left.objects), size(left.size_bytes), moment(left.ended_at_ms)], left)
+            for left in known
+        ]
+        columns = [">epoch", ">objects", ">size", "archived until"]
+        return Listing(columns=columns, rows=rows, empty="no abandoned owner epochs")
+    if not yes:
+        question = f"delete everything that owner epoch {remove} has in the bucket? It cannot be restored afterwards."
+        confirm(question, "nothing was deleted", {"removed": 0})
+    with cli.owner() as store:
+        objects = store.heavy.remove_abandoned(remove)
+    return Note(text=f"deleted {count_of(objects, 'object')} of owner epoch {remove}", data={"removed": objects})
 
 
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

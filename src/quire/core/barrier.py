@@ -14,7 +14,7 @@ Threads: any. Raises what the wait raises (`NotArchived`, `StoreFenced`): the ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -42,6 +42,23 @@ def marked(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it always changes something) of the marked methods of a class."""
     methods = ((name, getattr(kind, name, None)) for name in dir(kind))
     return tuple((name, getattr(method, _MARK)) for name, method in methods if hasattr(method, _MARK))
+
+
+def refuse_changes(instance: object, refusal: Callable[[str], Exception], *, but: Collection[str] = ()) -> None:
+    """Have the methods of an instance that always change something raise: of a store that is a copy, to be read.
+
+    `refusal` makes the error of a method; methods named in `but` stay as they are.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise refusal(name)
+
+        return refuse
+
+    for name, always in marked(type(instance)):
+        if always and name not in but:
+            setattr(instance, name, refused(name))
 
 
 class _OfThread(threading.local):

@@ -25,12 +25,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from quire.archive.window import Line, list_archive, plan_trim
+from quire.archive.clones import registrations
+from quire.archive.window import Line, keys_in_order, list_archive, plan_trim
+from quire.core.errors import NotFound, StillReferenced
 from quire.core.events import emit
 from quire.durable.failpoints import hit
+from quire.durable.object_names import archive_epoch_prefix, epoch_prefix
 from quire.jobs.context import JobContext
+from quire.manifest import tables as t
 from quire.manifest.namespaces import retired_objects
 from quire.manifest.ops.artifacts import ForgetRetired
+from quire.objects.api import list_objects
 
 if TYPE_CHECKING:
     from quire.core.settings import ArchiveSettings
@@ -59,6 +64,45 @@ class WindowRound:
     """Objects of the archive."""
     deleted: int = 0
     """Objects that had been retired."""
+
+
+def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
+    """Delete everything of an abandoned owner epoch that a person has named; how many objects.
+
+    What its databases put goes first, then its archive, the log last: if it stops in between, the epoch is still listed.
+    """
+    store = ctx.open_store(ctx.objects_url)
+    with ctx.manifest.read() as txn:
+        store_id = txn.store_id()
+        named = [row for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.url and not row.owner_epoch]
+    listing = list_archive(store, store_id)
+    line = Line(store, listing)
+    if owner_epoch not in line.abandoned():
+        hint = "`quire archive abandoned` lists them"
+        raise NotFound("there is no such abandoned owner epoch", hint=hint, owner_epoch=owner_epoch)
+    current = {str(epoch) for epoch, _ in line.epochs}
+    for clone in registrations(store, store_id):
+        if clone.position.partition(".")[0] not in current:
+            hint = "`quire clones release` in the clone lets go; `quire clones forget` ends it for one that is gone"
+            raise StillReferenced(
+                "a clone may read objects of an abandoned epoch",
+                hint=hint,
+                clone=clone.clone_id,
+                position=clone.position,
+            )
+    below = epoch_prefix(store_id, owner_epoch)
+    places = {(ctx.objects_url, below)}
+    places |= {(row.url, f"{row.prefix.removesuffix('/')}/{below}" if row.prefix else below) for row in named}
+    deleted = 0
+    for url, prefix in sorted(places):
+        keys = [info.key for info in list_objects(ctx.open_store(url), prefix)]
+        ctx.collector.delete_abandoned(url, prefix, keys)
+        deleted += len(keys)
+    hit("archive.abandoned.objects")
+    keys = keys_in_order(listing.epochs[owner_epoch], store_id, owner_epoch)
+    ctx.collector.delete_abandoned(ctx.objects_url, archive_epoch_prefix(store_id, owner_epoch), keys)
+    emit("info", "archive.abandoned_removed", owner_epoch=owner_epoch, objects=deleted + len(keys))
+    return deleted + len(keys)
 
 
 class ArchiveWindow:

@@ -81,6 +81,20 @@ class Collector:
         """The same for objects that no archived moment needs."""
         self._remove(url, self._checked(url, keys))
 
+    def delete_abandoned(self, url: str, prefix: str, keys: Iterable[str]) -> None:
+        """Remove objects of an owner epoch that the store's history does not contain: a person has named it. `prefix` is that
+        epoch's; it may be none of ours."""
+        owned, names = self._owned(), list(keys)
+        ours = owned.current | owned.ancestors | owned.foreign
+        if any(place == url and _overlap(prefix, space) for place, space in ours):
+            what = "the owner epoch is part of this store's history"
+            raise ForeignObject(what, hint="`quire archive abandoned` lists those that are not", store=url, key=prefix)
+        if outside := [key for key in names if not key.startswith(f"{prefix}/")]:
+            raise ForeignObject("the object is of another owner epoch", store=url, key=outside[0])
+        if names and self._confirm is None:
+            raise ForeignObject("nobody has confirmed that this process owns the store", store=url, key=names[0])
+        self._remove(url, names)
+
     def _checked(self, url: str, keys: Iterable[str]) -> list[str]:
         """The names, if all of them may go."""
         names = list(keys)
@@ -133,6 +147,10 @@ class Collector:
 
 def _is_below(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
     return any(url == place and key.startswith(f"{prefix}/") for place, prefix in spaces)
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
 
 
 def _is_former(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:

@@ -2,7 +2,8 @@
 
 The manifest and the tails of logs are restored into scratch; everything large is read from the bucket on demand. The owner's
 directory is not needed, and the owner is not asked. Nothing is claimed, and nothing is written to the bucket. Databases are
-read-only, and a server of this store (`quire.spark.options_of`) refuses every change.
+read-only, the store's own methods that change something raise `ReadOnly`, and a server of it (`quire.spark.options_of`) refuses
+every change.
 
 The scratch directory goes when the store is closed; a killed process leaves it in the system's temporary directory.
 
@@ -14,10 +15,13 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from quire.core.barrier import refuse_changes
+from quire.core.errors import ReadOnly
 from quire.core.limits import BATCH_OPS_MAX
 from quire.durable.files import OsDisk, remove_tree
 from quire.durable.object_names import OWNER_FILE
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
     from quire.store.restoring import Progress
     from quire.store.store import Store
+
+
+FOR_READERS = ("reserve_job_id", "reserve_generation")
+"""Of the manifest: jobs that only read (verify, stats) are rows of a copy, too."""
 
 
 def open_archive(
@@ -59,7 +67,14 @@ def open_archive(
         _remove(scratch)
         raise
     copy.after_close = lambda: _remove(scratch)
+    refuse_changes(copy, partial(_refusal, url))
+    refuse_changes(copy.manifest, partial(_refusal, url), but=FOR_READERS)
     return copy
+
+
+def _refusal(url: str, method: str) -> ReadOnly:
+    hint = "change the store itself; `quire.restore` makes a copy that can be written after a takeover"
+    return ReadOnly("this is a copy of an archive, to be read", hint=hint, url=url, call=method)
 
 
 def opened_copy(scratch: str) -> Store:

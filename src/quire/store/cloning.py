@@ -26,7 +26,7 @@ from uuid import uuid4
 
 import msgspec
 
-from quire.archive.clones import CloneRegistration, register, registrations, release
+from quire.archive.clones import CloneRegistration, register, release
 from quire.archive.format import Position
 from quire.archive.log_reader import RestorePoint, find, the_store
 from quire.archive.replay import Replay
@@ -220,8 +220,3 @@ def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | 
         for parent in parents:
             release(bucket, parent.store_id, clone_id)
     return Released(store_id=clone_id, parents=tuple(parent.store_id for parent in parents))
-
-
-def clones_of(bucket: DeletableStore, store_id: str) -> list[CloneRegistration]:
-    """The clones that a store keeps objects for."""
-    return registrations(bucket, store_id)

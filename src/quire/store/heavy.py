@@ -21,6 +21,7 @@ from quire.core.barrier import changes
 from quire.core.clock import SystemClock
 from quire.durable.files import OsDisk
 from quire.durable.space import measure
+from quire.jobs.archive_window import remove_abandoned
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
 from quire.jobs.enqueue import prepare_checkpoint, start
@@ -167,6 +168,10 @@ class Heavy:
         with self._manifest.read() as txn:
             store_id, options = txn.store_id(), options_of(txn, self._store.settings, url)
         return audit_bucket(url, store_id=store_id, options=options, runner=runner, progress=progress)
+
+    def remove_abandoned(self, owner_epoch: int) -> int:
+        """Delete everything that an abandoned owner epoch has in the bucket (`quire archive abandoned`); how many objects."""
+        return remove_abandoned(self._wiring.context, owner_epoch)
 
     @changes
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
