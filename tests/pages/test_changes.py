@@ -57,7 +57,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps=STEPS)
 def test_no_changed_page_is_missing_in_any_history(steps: list[tuple[object, ...]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as base:

@@ -66,13 +66,13 @@ def history_of(manifest: ManifestStore, db_id: int) -> HistoryId:
 
 def pages_since(store: PageStore, since: int, reader: Snapshot) -> BitMap | None:
     """The pages that a replica at `since` needs to be at the reader's version; `None` if it needs all of them."""
-    if since > reader.lsn:
-        return None
+    if since >= reader.lsn:
+        return BitMap() if since == reader.lsn else None
     try:
         pages = store.changed(since, reader.mark)
     except EpochLost:
         return None
-    if since < reader.lsn and reader.size_pages:
+    if reader.size_pages:
         pages.add(0)  # a transaction has at least one page, and the last one carries the size
     return pages
 
