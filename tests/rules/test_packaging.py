@@ -68,12 +68,12 @@ def test_the_wheel_says_what_the_project_says(wheel: Path) -> None:
         scripts = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
     assert told["Requires-Python"] == PROJECT["project"]["requires-python"]
     assert told["License-Expression"] == "Apache-2.0"
-    assert set(told.get_all("Provides-Extra", [])) == {"dev", "docs", "spark"}
+    assert set(told.get_all("Provides-Extra", [])) == set(PROJECT["project"]["optional-dependencies"])
     needs = [each for each in told.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert len(needs) == len(PROJECT["project"]["dependencies"])
     assert "versioned, tiered storage engine" in told["Summary"]
     assert str(told.get_payload()).startswith("# quire")
-    (script,) = re.findall(r"^quire = ([\w.]+):(\w+)$", scripts, re.MULTILINE)
+    (script,) = re.findall(r"^\[console_scripts\]\nquire = ([\w.]+):(\w+)$", scripts, re.MULTILINE)
     assert callable(getattr(import_module(script[0]), script[1]))
 
 
