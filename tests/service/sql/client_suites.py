@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from tests.service.sql.world import owner
 
@@ -34,7 +34,7 @@ def pytest_suite(python: str, root: Path, tests: str, environment: dict[str, str
     env = {**os.environ, "PYTHONPATH": str(root), **environment}
     subprocess.run(command, cwd=root, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     verdicts: Verdicts = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in ET.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
         if "skipped" not in tags:
             verdicts[f"{case.get('classname')}::{case.get('name')}"] = not tags & {"failure", "error"}
