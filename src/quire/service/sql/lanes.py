@@ -100,6 +100,8 @@ class WriterLane:
     async def _serve(self) -> None:
         try:
             while self._waiting:
+                while len(self._syncs) >= SYNCS_MAX:  # before a group is taken: it grows meanwhile
+                    await asyncio.wait(self._syncs, return_when=asyncio.FIRST_COMPLETED)
                 if len(self._queue):  # streams wait for the lock: it is their turn
                     await self._queue.wait(0.02)
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP_MAX))]
@@ -125,11 +127,6 @@ class WriterLane:
             if done < len(group) and wait is None:
                 wait = LockWait(self._queue, group[done].deadline)
         guard, self._guard = self._guard, None
-        await self._answer_later(group, guard)
-
-    async def _answer_later(self, group: list[_LaneJob], guard: PageGuard | None) -> None:
-        while len(self._syncs) >= SYNCS_MAX:
-            await asyncio.wait(self._syncs, return_when=asyncio.FIRST_COMPLETED)
         task = asyncio.get_running_loop().create_task(self._sync_and_answer(group, guard))
         self._syncs.add(task)
         task.add_done_callback(self._syncs.discard)
