@@ -1,8 +1,7 @@
 """A test runner that gives each test class a fork of the migrated test database.
 
 `TEST_RUNNER = "quire.django.runner.ForkingRunner"`. Migrations run once. A class that leaves rows behind, or changes the
-schema, leaves them in its own fork, which is dropped with it. A fork copies nothing, so it takes the same time whatever the size
-of the database.
+schema, leaves them in its own fork, which is dropped with it. A fork copies nothing: it takes the same time whatever the size.
 """
 
 from __future__ import annotations
