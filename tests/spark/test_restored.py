@@ -56,13 +56,13 @@ def test_queries_go_on_across_a_takeover_and_a_checkpoint_of_lost_records_is_ref
         events.append([b"kept %d" % number for number in range(7)]).result()
         assert records(former, tmp_path / "records") == list(range(1, 8))
         sequences(former, tmp_path / "sequences")
-        for name in ("records", "sequences"):
-            shutil.copytree(tmp_path / name, tmp_path / f"lost-{name}")
+        for name in ("records", "sequences"):  # without the sink, whose own log has absolute paths
+            shutil.copytree(tmp_path / name / "checkpoint", tmp_path / f"lost-{name}" / "checkpoint")
         assert former.archive is not None
         former.archive.wait(30)
         quire.restore(str(bucket), tmp_path / "successor")
         events.append([b"lost %d" % number for number in range(4)]).result()
-        assert records(former, tmp_path / "lost-records") == list(range(1, 12))
+        assert records(former, tmp_path / "lost-records") == list(range(8, 12))
         sequences(former, tmp_path / "lost-sequences")
         former.archive.wait(30)
     with quire.open(tmp_path / "successor", takeover=True, discard=True, settings=settings(bucket)) as store:
