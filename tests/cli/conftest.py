@@ -18,6 +18,7 @@ import pytest
 
 import quire
 from quire.cli import main
+from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.records import IndexRecord, WalStateRecord
 from tests.rules.tree import SRC
@@ -114,6 +115,7 @@ def damage(path: Path) -> Iterator[Plant]:
             for table, key, body in rows:
                 txn.put(table.key.pack(*key), body, db=env.handles[table.name])
             txn.commit()
+        (path / names.MANIFEST_CHECKED).unlink()  # closed well, it was remembered as sound: the next open checks all
 
     yield plant
     (path / "manifest.lmdb").write_bytes(whole)
