@@ -25,6 +25,7 @@ from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES
 NOBODYS: dict[str, str] = {
     r"store\.lock": "empty: only its lock counts",
     r"manifest\.lmdb-lock": "LMDB's table of readers: made anew by the first process that opens the store",
+    r"manifest\.lmdb-checked": "a hint with a checksum: one that is damaged is not believed, and the open checks everything",
     r"quire\.toml": "people's text: what makes no sense in it is told when the store is opened",
     r"streams/\d+/manifest/writer\.lock": "empty: only its lock counts",
 }
