@@ -25,6 +25,7 @@ BENCHMARKS = {
     "spark_jobs": "verification on Spark against reading and checksums on all cores",
     "wire": "SQL over the wire against the owner, a bare endpoint, and PostgreSQL",
     "replicas": "embedded replicas: catching up against fetching everything",
+    "clients": "programs beside the owner: Flask with four workers against a SQLite file, single calls",
     "archive": "the store in its bucket: commit rates, lag, requests, mode sync, restore, replay",
     "many": "a store as it grows: opening it, by the length of its feed",
     "cli": "starting the command line against starting Python",
