@@ -22,7 +22,7 @@ from quire.service.remote_stream import RemoteStream
 from quire.store.store import Store
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
-from tests.service.world import losing_answers, served
+from tests.service.world import OWNER, end, line, losing_answers, process, served
 
 CARRIERS = ("local", "frames", "flight")
 
@@ -343,3 +343,35 @@ def test_what_a_client_holds_is_its_own_and_ends_with_it(
     held.sweep()
     assert len(held) == 0
     assert store.kv("k").snapshots.lsns() == ()
+
+
+def test_a_client_loads_neither_a_web_server_nor_spark(server: Any) -> None:
+    program = """
+import sys, quire
+client = quire.connect(sys.argv[1])
+client.kv("k", create=True).put(b"a", b"1")
+client.stream("s", create=True).append(b"x").result()
+client.sqlite("shop", create=True).execute("select 1").fetchall()
+print(sorted({"starlette", "uvicorn", "pyspark", "obstore", "jwt"} & set(sys.modules)))
+"""
+    started = process(program, server.address)
+    assert line(started) == "[]"
+    end(started)
+
+
+def test_a_second_process_reads_beside_the_owner_what_a_client_wrote(path: Path) -> None:
+    owner = process(OWNER, str(path))
+    with quire.connect(line(owner)) as client:
+        stream, kv = client.stream("s", create=True), client.kv("k", create=True)
+        stream.append([b"a", b"b"]).result()
+        kv.write({b"x": b"1", b"y": b"2"})
+        with quire.open(path, "r") as reader:
+            assert [record.payload for record in reader.stream("s").read()] == [b"a", b"b"]
+            assert list(reader.kv("k").scan()) == [(b"x", b"1"), (b"y", b"2")]
+            stream.append(b"c").result()
+            kv.delete(b"x")
+            assert [record.payload for record in reader.stream("s").read(3)] == [b"c"]
+            assert reader.kv("k").get(b"x") is None
+            with pytest.raises(quire.ReadOnly):
+                reader.kv("k").put(b"x", b"1")
+    end(owner)
