@@ -43,7 +43,7 @@ BLOCKS = [
 def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error"}
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True, timeout=250
     )
 
 
@@ -56,7 +56,7 @@ def run_here(code: str, directory: Path, request: pytest.FixtureRequest) -> str:
     return captured.readouterr().err
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("code", BLOCKS)
 def test_block_runs(code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if uses_spark(code):
