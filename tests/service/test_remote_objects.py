@@ -49,11 +49,13 @@ OWNERS_STREAM = {
     "failure",
     "figures",
     "forked",
+    "gaps",
     "hydrate",
     "keep",
     "mode",
     "open",
     "pin",
+    "segments",
     "store",
     "switch",
     "tick",
@@ -232,6 +234,7 @@ def test_a_tail_sees_what_comes_and_ends_when_nothing_does(door: Any) -> None:
     stream = door.stream("s", create=True)
     stream.append([b"a", b"b"]).result()
     assert [record.payload for record in stream.tail(1, timeout=0.2)] == [b"a", b"b"]
+    assert (stream.wait(2, 0), stream.wait(3, 0.05)) == (True, False)
     tail = stream.tail(timeout=60)
     seen: list[bytes] = []
     reader = threading.Thread(target=lambda: seen.append(next(tail).payload))

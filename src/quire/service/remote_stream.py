@@ -263,8 +263,24 @@ class RemoteStream:
                 yield record
                 position = record.id + 1
                 since = time.monotonic()
+            position = max(position, page.next_record)  # over ids that a takeover has left out
             if not page.records and timeout is not None and time.monotonic() - since >= timeout:
                 return
+
+    def wait(self, record: int, timeout: float | None = None) -> bool:
+        """Sleep until a record is durable; False if the time was up first."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            rest = WAIT_SECONDS if deadline is None else max(deadline - time.monotonic(), 0.0)
+            request = tickets.WaitForRecord(self.name, record, min(rest, WAIT_SECONDS))
+            end: int = self._channel.call(
+                "stream.wait",
+                request,
+                timeout=self._channel.call_seconds + WAIT_SECONDS,
+                attempt_seconds=2 * WAIT_SECONDS,
+            )
+            if end > record or (deadline is not None and time.monotonic() >= deadline):
+                return end > record
 
     def seek(self, timestamp_ms: int) -> int:
         """The id of the first record that is not before a moment; the end if there is none."""
