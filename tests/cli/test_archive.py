@@ -217,3 +217,33 @@ def test_an_abandoned_epoch_is_listed_and_removed_by_name(run: Run, shop: Path, 
     assert removed.data == {"removed": row["objects"]}
     assert run("archive", "abandoned", "--json", at=then).data == []
     assert run("archive", "audit", at=then).code == 0
+
+
+def test_a_bucket_that_was_lost_is_said_to_be_and_a_new_one_gets_the_whole_store(
+    run: Run, shop: Path, bucket: Path
+) -> None:
+    assert run("archive", "on", at=shop).code == 0
+    shutil.rmtree(bucket)
+    status = run("archive", "status", at=shop)
+    assert "would lose nothing" not in status.out
+    assert run("archive", "status", "--json", at=shop).data["safe"] is False
+    bucket.mkdir()
+    again = run("archive", "on", "--json", at=shop)
+    assert again.data["objects"] >= 2, "a base, and the log object that names it"
+    assert run("archive", "status", "--json", at=shop).data["safe"] is True
+    assert run("archive", "audit", at=shop).code == 0
+
+
+def test_an_owner_whose_bucket_was_emptied_begins_with_a_base(
+    run: Run, shop: Path, bucket: Path, tmp_path: Path
+) -> None:
+    assert run("archive", "on", at=shop).code == 0
+    shutil.rmtree(bucket)
+    bucket.mkdir()
+    with quire.open(shop) as store:
+        store.kv("cart").put(b"bob", b"2 pears")
+        assert store.archive is not None
+        store.archive.wait(60)
+    assert run("restore-store", str(bucket), str(tmp_path / "restored")).code == 0
+    with quire.open(tmp_path / "restored", takeover=True, discard=True) as store:
+        assert dict(store.kv("cart").scan()) == {b"alice": b"3 apples", b"bob": b"2 pears"}

@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire.archive import clones
 from quire.archive.clones import registrations, release
-from quire.core.errors import InvalidInput, StillReferenced
+from quire.core.errors import InvalidInput, ObjectNotFound, StillReferenced
 from quire.durable.failpoints import armed
 from quire.objects.open import open_store
 from quire.store.cloning import clone, release_clone
@@ -193,3 +193,34 @@ def test_a_clone_needs_a_directory_of_its_own(tmp_path: Path) -> None:
         here.archived()
         with pytest.raises(InvalidInput, match="not empty"):
             made(here, "bucket")
+
+
+def test_a_backup_of_a_clone_is_whole_without_its_parent(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        work(here.store, 0)
+        here.store.stream("events").seal()
+        here.store.stream("events").upload()
+        here.store.evict("shop")
+        here.archived()
+        path = made(here, "clone")
+    with here.open(path) as copy:
+        work(copy, 20)
+        expected = contents(copy)
+        copy.backup(str(tmp_path / "backup"))
+    shutil.rmtree(here.bucket)
+    quire.restore(str(tmp_path / "backup"), tmp_path / "independent")
+    with quire.open(tmp_path / "independent") as store:
+        assert contents(store) == expected
+        store.heavy.verify(runner="threads")
+        assert store.heavy.damaged() == []
+
+
+def test_a_hole_in_the_log_of_a_replica_is_named(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        for start in (0, 20, 40):
+            fill(here.store, start)
+            here.archived()
+    here.log_path(here.headers()[-2].position).unlink()
+    with pytest.raises(ObjectNotFound, match="missing in the middle") as caught:
+        here.restore("holed")
+    assert "--at" in caught.value.hint

@@ -476,11 +476,11 @@ class Archiver:
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
 
     def _start_over(self) -> None:
-        """A name of the log was taken by an object of a former life: look for the end again, and begin with a base."""
+        """The bucket's log does not end where we thought, by a former life or by loss: look for its end, begin with a base."""
         with self._lock:
             waiting = list(self._outbox)
             self._outbox.clear()
-        self._break_chain("an object of a former life arrived late", *waiting)
+        self._break_chain("the log in the bucket does not end where the last life left it", *waiting)
         with self._lock:
             self._next, self._is_misplaced = None, False
             self._changed.notify_all()

@@ -60,11 +60,17 @@ def store_ids(store: ObjectStore) -> list[str]:
 def the_store(store: ObjectStore) -> str:
     """The one store that has something in a bucket."""
     known = store_ids(store)
+    if len(known) > 1:  # the backup of a clone has objects of its parents
+        known = [store_id for store_id in known if _has_log(store, store_id)] or known
     if len(known) == 1:
         return known[0]
     if not known:
         raise ObjectNotFound("there is no store in this bucket", hint="check the URL and its prefix", store=store.url)
     raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=known)
+
+
+def _has_log(store: ObjectStore, store_id: str) -> bool:
+    return any(log_positions(store, store_id, epoch) for epoch in epochs(store, store_id))
 
 
 def epochs(store: ObjectStore, store_id: str) -> list[int]:
@@ -225,7 +231,11 @@ def log_events(
 
     def read(number: int) -> tuple[int, str, bytes, Header, list[AnyEvent]]:
         key = log_key(store_id, Position(first.epoch, number))
-        data = store.get(key)
+        try:
+            data = store.get(key)
+        except ObjectNotFound:  # of a replica of the bucket: it may come
+            what = "an object is missing in the middle of the archive's log"
+            raise ObjectNotFound(what, hint="wait for it, or restore an earlier moment with --at", key=key) from None
         return number, key, hashlib.sha256(data).digest(), *decode_object(data, key)
 
     before: bytes | None = None

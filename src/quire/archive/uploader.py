@@ -16,7 +16,7 @@ from quire.archive.artifacts import Artifacts
 from quire.archive.format import Kind, Position, decode_header, log_key
 from quire.archive.sealing import fenced_by
 from quire.archive.status import Traffic
-from quire.core.errors import AlreadyExists
+from quire.core.errors import AlreadyExists, ObjectNotFound
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.objects.api import ExistingObject, ObjectStore
@@ -62,9 +62,13 @@ class Uploader:
         self._artifacts = artifacts
         self._traffic = traffic
         self._confirm = confirm
+        # the uploading thread's own
+        self._is_continued = False
+        """Whether the object before the first one of this life was seen in the bucket."""
 
     def put(self, store_id: str, outgoing: Outgoing) -> bool:
-        """Upload a log object, and before it its artifacts. False if an object of a former life has its name."""
+        """Upload a log object, and before it its artifacts. False if the log does not end before it: an object of a
+        former life has its name, or the bucket has lost what archive.json speaks of."""
         while outgoing.artifacts:
             key, path = outgoing.artifacts[0]
             self.put_artifact(key, path)
@@ -73,6 +77,13 @@ class Uploader:
             self._artifacts.discard(path)
         data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
         key = log_key(store_id, outgoing.position)
+        if not self._is_continued and outgoing.position.number:
+            before = Position(outgoing.position.epoch, outgoing.position.number - 1)
+            try:
+                self._objects().head(log_key(store_id, before))
+            except ObjectNotFound:
+                return False
+        self._is_continued = True
         hit("archive.log.before")
         try:
             self._objects().put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)

@@ -11,6 +11,8 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
+from quire.archive.log_reader import owner_log
+from quire.archive.state_files import take_archive_state
 from quire.archive.window import RestorableRange, abandoned_epochs, restorable_range
 from quire.cli.command import Cli, CliResult, confirm, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
@@ -72,12 +74,15 @@ def on(
     _need_outside(root, settings)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
         bucket.list_prefixes("")  # a wrong endpoint or credential shows here, before anything is changed
+        is_emptied = not owner_log(bucket, txn.store_id(), txn.owner_epoch()).positions if txn.owner_epoch() else True
     change_config(OsDisk(), root, {("archive", "mode"): mode})
     place = objects_url(root, settings)
     data = {"mode": mode, "object_store": place, "restart_owner": False, "archived": False}
     if is_held(os.path.join(root, names.LOCK)):
         text = f"archive.mode is {mode} now; {_owner_text(root)} must be restarted: it archives to {place} from then on"
         return Note(text=text, data=data | {"restart_owner": True})
+    if is_emptied:
+        take_archive_state(OsDisk(), root)  # a new bucket: what the last one had does not count, so a base is written
     with cli.owner() as store:
         assert store.archive is not None
         store.archive.wait(FIRST_BASE_SECONDS)
@@ -147,7 +152,7 @@ def status(
     in_bucket, unreachable = (None, "") if no_objects else _ask_bucket(cli, root, settings)
     data = {
         **plain(known),
-        "safe": known.is_safe,
+        "safe": known.is_safe and not unreachable,
         "puts_per_month": known.puts_per_month,
         "put_bytes_per_month": known.put_bytes_per_month,
         "dollars_per_month": round(known.dollars_per_month, 2),
@@ -196,6 +201,11 @@ def state_text(status: ArchiveStatus) -> str:
     return STATES.get(status.state, status.state)
 
 
+def _doubtful(status: ArchiveStatus) -> str:
+    """The state where the bucket does not confirm it."""
+    return f"{status.state} by this directory's word; whether the bucket has it is not known: do not rely on it"
+
+
 def _lines(
     status: ArchiveStatus, in_bucket: RestorableRange | None, unreachable: str, place: str
 ) -> list[tuple[str, str]]:
@@ -203,7 +213,7 @@ def _lines(
     promise = {"async": f"uploads every {status.interval_seconds:g} s", "sync": "every change waits for the bucket"}
     lines = [
         ("archive", f"{status.mode}: {promise.get(status.mode, '')}, to {place}"),
-        ("state", state_text(status)),
+        ("state", state_text(status) if not unreachable else _doubtful(status)),
         ("lag", f"{status.lag_seconds:.1f} s"),
         ("waiting", f"{size(status.memory_bytes)} in memory, {size(status.backlog_bytes)} on disk"),
         ("last cut", _ago(status.last_cut_at_ms or (in_bucket.newest_at_ms if in_bucket else 0), now)),

@@ -31,6 +31,7 @@ import msgspec
 import zstandard
 
 from quire.archive.base_writer import everything
+from quire.archive.clones import CLOCK_MS
 from quire.archive.format import (
     NO_DIGEST,
     NONE,
@@ -378,9 +379,10 @@ def _rescuing(store: Store, copies: _Copies) -> Iterator[None]:
 
 
 def _objects_of(store: Store) -> Iterator[tuple[str, str, int]]:
-    """(URL, key, size) of every object that is the store's by its name."""
+    """(URL, key, size) of every object that is the store's by its name, and of those that a clone may read of its parents."""
     with store.manifest.read() as txn:
         owned = owned_names(txn, store.objects_url)
+        moments = {parent.store_id: parent.at_ms for parent in txn.parents()}
         former = owned.former if txn.current_namespace()[1].legacy else frozenset()
         archive = archive_prefix(txn.store_id())
     for url, prefix in sorted(owned.current | owned.ancestors):
@@ -388,6 +390,12 @@ def _objects_of(store: Store) -> Iterator[tuple[str, str, int]]:
             continue  # the backup has a base and a log of its own
         for info in list_objects(store.context.open_store(url), prefix):
             yield url, info.key, info.size_bytes
+    for url, prefix in sorted(owned.foreign):
+        parent, is_of_databases, _ = prefix.partition("/e/")
+        if is_of_databases:  # what the parent has put since is none of the clone's
+            for info in list_objects(store.context.open_store(url), prefix):
+                if info.modified_ms <= moments[parent] + CLOCK_MS:
+                    yield url, info.key, info.size_bytes
     for url, prefix in sorted(former):
         for info in list_objects(store.context.open_store(url), prefix):
             suffix = info.key.removeprefix(f"{prefix}/") if prefix else info.key
