@@ -29,18 +29,22 @@ __all__ = ["s3_server"]  # a fixture
 FIRST = 2 << 40
 
 
-def drain(spark: SparkSession, source: str, column: str, base: Path, **options: str) -> list[int]:
-    """Run a query over what is there now, with its checkpoint below `base`; what its sink has then."""
+def drain(
+    spark: SparkSession, source: str, column: str, base: Path, *, sink: str = "parquet", **options: str
+) -> list[int]:
+    """Run a query over what is there now, with its checkpoint below `base`; what its sink has then, if that is files."""
     frame = spark.readStream.format(source).options(**options).load()
     query = (
         frame.select(column)
-        .writeStream.format("parquet")
+        .writeStream.format(sink)
         .option("path", str(base / "out"))
         .option("checkpointLocation", str(base / "checkpoint"))
         .trigger(availableNow=True)
         .start()
     )
     query.awaitTermination()
+    if sink == "noop":
+        return []
     return [row[0] for row in spark.read.parquet(str(base / "out")).orderBy(column).collect()]
 
 
@@ -99,33 +103,34 @@ def test_batches_of_records_cross_a_takeover_and_offsets_of_lost_records_are_ref
 def test_a_query_goes_on_across_a_takeover_and_a_checkpoint_of_lost_records_is_refused(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    def records(store: quire.Store, base: Path) -> list[int]:
+    def records(store: quire.Store, base: Path, sink: str = "parquet") -> list[int]:
         given = {**options_of(store), "stream": "events", "consumer": "etl"}
-        return drain(spark, "quire.stream", "id", base, **given)
+        return drain(spark, "quire.stream", "id", base, sink=sink, **given)
 
     def sequences(store: quire.Store) -> list[int]:
         given = {**options_of(store), "cursor": "etl"}
-        return drain(spark, "quire.changes", "sequence", tmp_path / "sequences", **given)
+        return drain(spark, "quire.changes", "sequence", tmp_path / "sequences", sink="noop", **given)
 
     bucket = tmp_path / "bucket"
     with quire.open(tmp_path / "former", settings=settings(bucket)) as former:
+        former.feed.register(name="etl")  # or it would be lost itself
         events = former.stream("events", create=True)
         events.append([b"kept %d" % number for number in range(7)]).result()
         assert records(former, tmp_path / "records") == list(range(1, 8))
-        # Without the sink, whose own log has absolute paths.
+        # Without the sink, whose own log cannot be copied.
         shutil.copytree(tmp_path / "records" / "checkpoint", tmp_path / "lost" / "checkpoint")
         assert former.archive is not None
         former.archive.wait(30)
         quire.restore(str(bucket), tmp_path / "successor")
         events.append([b"lost %d" % number for number in range(4)]).result()
         former.create("lost", "lsm")
-        assert records(former, tmp_path / "lost") == list(range(8, 12))
+        records(former, tmp_path / "lost", "noop")
         sequences(former)
         former.archive.wait(30)
     with quire.open(tmp_path / "successor", takeover=True, discard=True, settings=settings(bucket)) as store:
         store.stream("events").append([b"new", b"newer"]).result()
         with pytest.raises(Exception, match="were lost when the store was taken over"):
-            records(store, tmp_path / "lost")
+            records(store, tmp_path / "lost", "noop")
         with pytest.raises(Exception, match="were lost when the store was taken over"):
             sequences(store)
         assert records(store, tmp_path / "records") == [*range(1, 8), FIRST, FIRST + 1]
