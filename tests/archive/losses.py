@@ -44,12 +44,15 @@ class Life(Ending):
 
     archived: list[Model] = field(default_factory=list)
     """What the bucket may hold: the model when `wait` last returned, and those after it."""
+    is_restorable: bool = False
+    """Whether `wait` has ever returned: before that, a lost disk is a lost store."""
 
 
 class ArchivedSteps(Steps):
     """Steps that wait for the bucket now and then."""
 
     archived: list[Model]
+    is_restorable: bool
 
     def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
         self.archived.append(after)
@@ -59,6 +62,7 @@ class ArchivedSteps(Steps):
         if self._draw.random() < WAITS:
             self.store.archive.wait(WAIT)
             self.archived[:] = [self.model]
+            self.is_restorable = True
         return done
 
 
@@ -69,7 +73,7 @@ def run(seed: int, *, lives: int = LIVES, steps: int = STEPS, plant: Callable[[]
     with tempfile.TemporaryDirectory(prefix="quire-losses-") as base:
         last = Life([{}], START_MS, os.path.join(base, "0"), archived=[{}])
         for number in range(lives):
-            is_lost = number > 0 and draw.random() < 0.5
+            is_lost = number > 0 and draw.random() < 0.5 and last.is_restorable
             lost += is_lost
             last = _life_of(_in_process(partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, plant)))
             _judge(seed, number, last)
@@ -106,12 +110,14 @@ def _live(
         life = ArchivedSteps(store, model, clock, draw, ending.steps, NoReader(), 1 + number)
         life.archived = list(before.archived) if not is_lost else [model]
         life.archived.append(model)
+        life.is_restorable = before.is_restorable
         life.run(steps)
         ending.findings += life.findings
         ending.models, ending.archived, ending.now_ms = life.possible, life.archived, clock.now_ms()
+        ending.is_restorable = life.is_restorable
         if draw.random() < 0.5:
             store.close()
-            ending.archived = [life.model]
+            ending.archived, ending.is_restorable = [life.model], True
     except BaseException:
         ending.findings.append(traceback.format_exc()[-4_000:])
     return ending
