@@ -106,6 +106,9 @@ async def _awaited(guard: Any) -> None:
 
 CALLS: dict[str, Callable[[Everything], object]] = {
     "Store.create": lambda e: e.store.create(e.name(), "pages"),
+    "Store.create_many": lambda e: e.store.create_many([e.name(), e.name()]),
+    "Store.fork_many": lambda e: e.store.fork_many("sql", [e.name(), e.name()]),
+    "Store.drop_many": lambda e: e.store.drop_many([e.dropped]),
     "Store.drop": lambda e: e.store.drop(e.dropped),
     "Store.rename": lambda e: e.store.rename(e.dropped, e.name()),
     "Store.set_status": lambda e: e.store.set_status("pages", "active"),
