@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import InvalidInput
 from quire.service.sql import protocol as p
+from quire.service.sql.wire_values import WireBlob, WireInteger, WireValue, decode_value
 from quire.sqlite.statements import StatementFailed
 
 texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -28,7 +29,7 @@ def test_rows_come_back_as_they_went(rows: list[tuple[Any, ...]]) -> None:
             if isinstance(value, float) and not math.isfinite(value):
                 assert cell == {"type": "float", "value": None}
             else:
-                assert p.decode_value(msgspec.convert(cell, p.WireValue)) == value
+                assert decode_value(msgspec.convert(cell, WireValue)) == value
             assert cell["type"] != "integer" or isinstance(cell["value"], str)
             assert cell["type"] != "blob" or "=" not in cell["base64"]
 
@@ -42,16 +43,16 @@ def test_rows_of_a_cursor_are_the_same_rows_a_line_each(rows: list[tuple[Any, ..
 
 @pytest.mark.parametrize("text", ["AAE", "AAE="])
 def test_a_blob_is_taken_with_and_without_padding(text: str) -> None:
-    assert p.decode_value(p.WireBlob(text)) == b"\0\1"
+    assert decode_value(WireBlob(text)) == b"\0\1"
 
 
 @pytest.mark.parametrize(
     "value",
-    [p.WireBlob("§"), p.WireBlob("A"), p.WireInteger("x"), p.WireInteger(str(2**63)), p.WireInteger("9" * 5_000)],
+    [WireBlob("§"), WireBlob("A"), WireInteger("x"), WireInteger(str(2**63)), WireInteger("9" * 5_000)],
 )
-def test_a_value_that_is_none_is_refused(value: p.WireValue) -> None:
+def test_a_value_that_is_none_is_refused(value: WireValue) -> None:
     with pytest.raises(StatementFailed) as caught:
-        p.decode_value(value)
+        decode_value(value)
     assert caught.value.code == "ARGS_INVALID"
 
 

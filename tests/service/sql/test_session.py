@@ -14,6 +14,7 @@ from quire.service.sql import protocol as p
 from quire.service.sql.pool import ConnectionPool, SqlTarget
 from quire.service.sql.session import AnswerLimits, LockTimeout, SqlSession, Work
 from quire.service.sql.threads import advance
+from quire.service.sql.wire_values import WireText
 from quire.sqlite.statements import StatementFailed
 from quire.store.store import Store
 from tests.service.sql.world import settings
@@ -108,8 +109,8 @@ def test_a_constraint_has_its_base_code_and_its_extended_one(session: SqlSession
 
 def test_named_arguments_are_found_with_and_without_their_prefix(session: SqlSession) -> None:
     def named(**given: str) -> p.WireStatement:
-        arguments = [p.NamedArgument(name.replace("at_", "@"), p.WireText(text)) for name, text in given.items()]
-        return p.WireStatement(sql="select ?, :a, @b, $c", args=[p.WireText("0")], named_args=arguments)
+        arguments = [p.NamedArgument(name.replace("at_", "@"), WireText(text)) for name, text in given.items()]
+        return p.WireStatement(sql="select ?, :a, @b, $c", args=[WireText("0")], named_args=arguments)
 
     result = done(session.run_statement(named(a="1", at_b="2", c="3"))).wire()
     assert [cell["value"] for cell in msgspec.json.decode(result.rows)[0]] == ["0", "1", "2", "3"]

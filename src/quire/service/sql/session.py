@@ -26,6 +26,7 @@ import msgspec
 
 from quire.durable.failpoints import hit
 from quire.service.sql import protocol as p
+from quire.service.sql.wire_values import decode_value
 from quire.sqlite.statements import (
     Columns,
     LockRefused,
@@ -199,10 +200,10 @@ class SqlSession:
 
     def bindings(self, sql: str, stmt: p.WireStatement) -> Sequence[SqlValue]:
         """Its arguments."""
-        args = [p.decode_value(value) for value in stmt.args or ()]
+        args = [decode_value(value) for value in stmt.args or ()]
         if not stmt.named_args:
             return args
-        named = {argument.name: p.decode_value(argument.value) for argument in stmt.named_args}
+        named = {argument.name: decode_value(argument.value) for argument in stmt.named_args}
         return self.runner.bindings(sql, args, named)
 
     def sequence(self, script: str) -> Work[None]:

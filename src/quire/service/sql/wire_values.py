@@ -1,0 +1,130 @@
+"""SQLite's values as Hrana has them in JSON.
+
+Integers travel as text, because JavaScript's numbers end at 2^53; blobs as base64, without padding, and with it if a client
+sends it; of a float that is not finite the value is null, because JSON has none (W3).
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.sqlite.statements import ARGS_INVALID, SqlValue, StatementFailed
+
+INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 63) - 1
+
+
+class WireNull(msgspec.Struct, frozen=True, tag_field="type", tag="null", gc=False):
+    """NULL."""
+
+
+class WireInteger(msgspec.Struct, frozen=True, tag_field="type", tag="integer", gc=False):
+    """A 64-bit integer."""
+
+    value: str | int
+
+
+class WireFloat(msgspec.Struct, frozen=True, tag_field="type", tag="float", gc=False):
+    """A float."""
+
+    value: float
+
+
+class WireText(msgspec.Struct, frozen=True, tag_field="type", tag="text", gc=False):
+    """Text."""
+
+    value: str
+
+
+class WireBlob(msgspec.Struct, frozen=True, tag_field="type", tag="blob", gc=False):
+    """Bytes."""
+
+    base64: str
+
+
+WireValue = WireNull | WireInteger | WireFloat | WireText | WireBlob
+NULL = WireNull()
+
+
+def decode_value(value: WireValue) -> SqlValue:
+    """A value of a client as SQLite takes it.
+
+    >>> decode_value(WireInteger("-5")), decode_value(WireBlob("AAE")), decode_value(WireBlob("AAE="))
+    (-5, b'\\x00\\x01', b'\\x00\\x01')
+    """
+    match value:
+        case WireNull():
+            return None
+        case WireInteger(value=text):
+            return _integer(text)
+        case WireFloat(value=number) | WireText(value=number):
+            return number
+        case WireBlob(base64=text):
+            return _blob(text)
+
+
+def _integer(text: str | int) -> int:
+    try:
+        number = int(text) if len(str(text)) <= 20 else INTEGER_MAX + 1
+    except ValueError:
+        raise StatementFailed(f"{text!r} is no integer", ARGS_INVALID) from None
+    if not INTEGER_MIN <= number <= INTEGER_MAX:
+        raise StatementFailed("an integer has 64 bits", ARGS_INVALID)
+    return number
+
+
+def _blob(text: str) -> bytes:
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise StatementFailed("a blob is sent as base64", ARGS_INVALID) from None
+
+
+def encode_value(value: SqlValue) -> WireValue:
+    """A value of SQLite's as clients read it.
+
+    >>> encode_value(7), encode_value(b"1"), encode(encode_value(float("inf")))
+    (WireInteger(value='7'), WireBlob(base64='MQ'), b'{"type":"float","value":null}')
+    """
+    return _ENCODERS[type(value)]([value])[0]
+
+
+def _integers(column: Sequence[Any]) -> list[WireValue]:
+    return [*map(WireInteger, map(str, column))]
+
+
+def _floats(column: Sequence[Any]) -> list[WireValue]:
+    return [*map(WireFloat, column)]  # msgspec writes one that is not finite as null
+
+
+def _blobs(column: Sequence[Any]) -> list[WireValue]:
+    return [WireBlob(base64.b64encode(value).rstrip(b"=").decode("ascii")) for value in column]
+
+
+def _texts(column: Sequence[Any]) -> list[WireValue]:
+    return [*map(WireText, column)]
+
+
+def _nulls(column: Sequence[Any]) -> list[WireValue]:
+    return [NULL] * len(column)
+
+
+_ENCODERS = {int: _integers, float: _floats, str: _texts, bytes: _blobs, type(None): _nulls}
+
+
+def encode_rows(rows: Sequence[Sequence[SqlValue]]) -> list[tuple[WireValue, ...]]:
+    """Rows as clients read them. By column: most have one type, and then no Python runs for a value (W9)."""
+    columns: list[list[WireValue]] = []
+    for column in zip(*rows):
+        kinds = {*map(type, column)}
+        if len(kinds) == 1:
+            columns.append(_ENCODERS[kinds.pop()](column))
+        else:
+            columns.append([_ENCODERS[type(value)]((value,))[0] for value in column])
+    return [*zip(*columns)]
