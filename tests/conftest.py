@@ -28,8 +28,7 @@ settings.load_profile(os.environ.get("QUIRE_HYPOTHESIS_PROFILE", "default"))
 
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_are_heard() -> None:
-    """Programs that tests start and interrupt inherit whether SIGINT is ignored, as it is in what a shell runs with `&`
-    (issue 18)."""
+    """Programs that tests start and interrupt inherit whether SIGINT is ignored, as it is in what a shell runs with `&`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

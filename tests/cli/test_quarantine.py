@@ -1,4 +1,4 @@
-"""The commands about the quarantine, and who names it: doctor and why (issue 18)."""
+"""The commands about the quarantine, and who names it: doctor and why."""
 
 from __future__ import annotations
 

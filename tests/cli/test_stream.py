@@ -70,7 +70,7 @@ def test_retention(run: Run) -> None:
 
 
 def test_a_stream_without_its_log_is_refused_and_repaired(run: Run, path: Path) -> None:
-    """Opening it removed every segment, and every verifier called that sound (issue 18)."""
+    """Opening it removed every segment, and every verifier called that sound."""
     assert run("stream", "append", "clicks", "a", "b", "c").code == 0
     shutil.rmtree(path / "streams/2/manifest")
     refused = run("stream", "read", "clicks")

@@ -1,4 +1,4 @@
-"""One bad transfer from a bucket is no damage: every engine reads again before it says corruption (issue 19, A3)."""
+"""One bad transfer from a bucket is no damage: every engine reads again before it says corruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Framed logs whose checksums are right and whose numbers are not: refused or read, within bounds (issue 18)."""
+"""Framed logs whose checksums are right and whose numbers are not: refused or read, within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quarantine: what is moved there is never lost, says where it was, and can be put back (issue 18)."""
+"""The quarantine: what is moved there is never lost, says where it was, and can be put back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that steer deletion, damaged in the manifest: nothing is deleted by them, and it is said (issue 18).
+"""Rows that steer deletion, damaged in the manifest: nothing is deleted by them, and it is said.
 
 Bits are flipped as a disk does it: in LMDB, behind the manifest's back.
 """

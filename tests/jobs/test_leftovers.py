@@ -1,4 +1,4 @@
-"""What killed processes and dropped databases leave behind has an owner that removes it (issue 18)."""
+"""What killed processes and dropped databases leave behind has an owner that removes it."""
 
 from __future__ import annotations
 

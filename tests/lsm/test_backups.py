@@ -1,4 +1,4 @@
-"""Backups that are superseded go, and nothing that a backup needs (issue 18)."""
+"""Backups that are superseded go, and nothing that a backup needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After fork() the child's key-value databases are closed, whatever they still have in memory (issue 18, M12)."""
+"""After fork() the child's key-value databases are closed, whatever they still have in memory (M12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No bytes crash a decoder of the key-value engine, or have it take more memory than was declared (issue 18).
+"""No bytes crash a decoder of the key-value engine, or have it take more memory than was declared.
 
 Checksums are made right again after every change: they say that somebody wrote the bytes, not who.
 """

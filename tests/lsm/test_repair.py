@@ -1,4 +1,4 @@
-"""A repair saves what can be read, says what cannot, removes nothing, and begins again wherever it was cut off (issue 18)."""
+"""A repair saves what can be read, says what cannot, removes nothing, and begins again wherever it was cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that promise more than they hold, or nest deeper than any stack: damage, told as such, within bounds (issue 18)."""
+"""Rows that promise more than they hold, or nest deeper than any stack: damage, told as such, within bounds."""
 
 from __future__ import annotations
 

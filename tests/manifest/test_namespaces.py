@@ -1,4 +1,4 @@
-"""Owner epochs: each gives the store names that no owner before it wrote, and lets go of the ones before (A1, issue 18)."""
+"""Owner epochs: each gives the store names that no owner before it wrote, and lets go of the ones before (A1)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_persons_own_place_has_the_same_epochs_below_it(manifest: ManifestStor
 
 
 def test_the_current_epochs_namespace_stays_while_it_is_empty(manifest: ManifestStore) -> None:
-    """Hazard (issue 18): an emptied namespace was collected, and the next chunk of it raised `ArtifactGone`."""
+    """Hazard: an emptied namespace was collected, and the next chunk of it raised `ArtifactGone`."""
     manifest.begin_owner_epoch()
     with manifest.read() as txn:
         namespace_id, _ = txn.current_namespace()
@@ -113,7 +113,7 @@ def test_an_epoch_is_begun_once(manifest: ManifestStore) -> None:
 
 
 def test_stored_plans_are_abandoned_when_the_epoch_changes(manifest: ManifestStore) -> None:
-    """Hazard (issue 18): a plan of the former owner, run by its successor, would write names of the former epoch (P10)."""
+    """Hazard: a plan of the former owner, run by its successor, would write names of the former epoch (P10)."""
     manifest.begin_owner_epoch()
     db_id = manifest.register_db("a", DbKind.PAGES)
     job_id = manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id)
@@ -155,7 +155,7 @@ def remove_doomed(manifest: ManifestStore) -> None:
 def test_a_place_that_nothing_ever_referred_to_is_dropped_with_its_epochs(
     manifest: ManifestStore, name: str, epochs: int
 ) -> None:
-    """issue 18, B14: it stayed for ever."""
+    """It stayed for ever."""
     place = manifest.put_namespace("memory://cold", name=name)
     for _ in range(epochs):
         manifest.begin_owner_epoch()

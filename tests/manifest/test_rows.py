@@ -1,4 +1,4 @@
-"""Rows under a checksum: whatever bit of row or key changes, and wherever a row ends up, it is not believed (issue 18)."""
+"""Rows under a checksum: whatever bit of row or key changes, and wherever a row ends up, it is not believed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_every_answer_is_used() -> None:
     ],
 )
 def test_a_wrong_configuration_names_the_setting_to_change(text: str, what: str, setting: str) -> None:
-    """issue 19, A4: "builder error" told nobody anything."""
+    """A "builder error" told nobody anything."""
     error = outcome(foreign.GenericError(text))
     assert isinstance(error, InvalidConfig)
     assert what in error.what

@@ -1,4 +1,4 @@
-"""Sessions in a bucket: two directories with one identity never both go on writing (issue 18, design A2)."""
+"""Sessions in a bucket: two directories with one identity never both go on writing (A2)."""
 
 from __future__ import annotations
 

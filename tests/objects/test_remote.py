@@ -419,7 +419,7 @@ except QuireError as error:
 def test_a_connection_without_a_descriptor_is_told_as_such_and_not_tried_for_a_minute(
     s3_server: tuple[str, int],
 ) -> None:
-    """issue 18, B12. The text is obstore's own: this notices when another version words it differently."""
+    """The text is obstore's own: this notices when another version words it differently."""
     endpoint = "http://{}:{}".format(*s3_server)
     ended = subprocess.run(
         [sys.executable, "-c", NO_DESCRIPTOR_LEFT, endpoint], capture_output=True, text=True, timeout=50, check=False

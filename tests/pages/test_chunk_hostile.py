@@ -1,4 +1,4 @@
-"""Chunks whose checksums are right and whose numbers, bitmaps and frames are not: within bounds, never a crash (issue 18).
+"""Chunks whose checksums are right and whose numbers, bitmaps and frames are not: within bounds, never a crash.
 
 What a footer can lie about one by one is in test_chunk_footer.py; here everything at once, under a bound of memory.
 """

@@ -1,4 +1,4 @@
-"""Segments whose checksums are right and whose numbers are not: refused or read, within bounds, never a crash (issue 18)."""
+"""Segments whose checksums are right and whose numbers are not: refused or read, within bounds, never a crash."""
 
 from __future__ import annotations
 

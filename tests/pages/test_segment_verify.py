@@ -1,4 +1,4 @@
-"""Every byte of a segment that was promised is vouched for: a flipped one is told (issue 18)."""
+"""Every byte of a segment that was promised is vouched for: a flipped one is told."""
 
 from __future__ import annotations
 

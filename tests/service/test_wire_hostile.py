@@ -1,4 +1,4 @@
-"""Messages that promise more than they hold, or nest deeper than any stack: refused in words, on both sides (issue 18)."""
+"""Messages that promise more than they hold, or nest deeper than any stack: refused in words, on both sides."""
 
 from __future__ import annotations
 

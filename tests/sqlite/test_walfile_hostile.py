@@ -1,4 +1,4 @@
-"""Logs of SQLite whose checksums are right and whose numbers are not: refused or read, within bounds (issue 18)."""
+"""Logs of SQLite whose checksums are right and whose numbers are not: refused or read, within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many descriptors a store has: those of what is used now, however many databases there are (issue 18)."""
+"""How many descriptors a store has: those of what is used now, however many databases there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An owner whose lock file was moved or removed ends: a second owner may be at work by then (issue 18)."""
+"""An owner whose lock file was moved or removed ends: a second owner may be at work by then."""
 
 from __future__ import annotations
 

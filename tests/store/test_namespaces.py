@@ -1,4 +1,4 @@
-"""A database's namespace is where all its objects go, whatever made them (issue 19, B7; A1)."""
+"""A database's namespace is where all its objects go, whatever made them (A1)."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_dropped_databases_leave_nothing_in_their_namespace_and_let_it_go(
 
 
 def test_a_namespace_that_nothing_ever_referred_to_is_dropped_whole(store: quire.Store, clock: ManualClock) -> None:
-    """issue 18, B14."""
+    """It stayed for ever."""
     store.manifest.ensure_owner_epoch()
     store.namespaces.drop("cold")
     with pytest.raises(UnknownNamespace):

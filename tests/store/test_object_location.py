@@ -1,4 +1,4 @@
-"""Where the objects are is remembered: an edited quire.toml is told at once, and a moved place is checked (issue 18)."""
+"""Where the objects are is remembered: an edited quire.toml is told at once, and a moved place is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How objects are reached is a matter of quire.toml: no variable of the environment is needed (issue 19, A4)."""
+"""How objects are reached is a matter of quire.toml: no variable of the environment is needed."""
 
 from __future__ import annotations
 

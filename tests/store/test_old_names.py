@@ -1,4 +1,4 @@
-"""Stores from before names of objects began with the store's identity: the one with the claim sweeps them (A1; issue 18)."""
+"""Stores from before names of objects began with the store's identity: the one with the claim sweeps them (A1)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def old(tmp_path: Path, url: str, clock: ManualClock) -> Path:
 def test_an_old_store_without_the_claim_reports_and_deletes_nothing(
     tmp_path: Path, url: str, clock: ManualClock, old: Path
 ) -> None:
-    """Hazard (issue 18): of two old stores in one place either would have swept the other's objects."""
+    """Hazard: of two old stores in one place either would have swept the other's objects."""
     make_old(tmp_path / "b", url, clock)
     with quire.open(tmp_path / "b", settings=settings(url), clock=clock) as other:
         fill(other, "birch")

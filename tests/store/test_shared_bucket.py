@@ -1,4 +1,4 @@
-"""Several stores on one object-store URL: neither ever writes, lists or deletes a name of another (A1, A3; issue 18)."""
+"""Several stores on one object-store URL: neither ever writes, lists or deletes a name of another (A1, A3)."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def pair(tmp_path: Path, url: str, clock: ManualClock) -> Iterator[tuple[quire.S
 def test_two_stores_on_one_url_leave_each_other_alone(
     pair: tuple[quire.Store, quire.Store], url: str, clock: ManualClock
 ) -> None:
-    """Hazard (issue 18): names carried no store, so that two stores wrote, adopted and deleted each other's objects."""
+    """Hazard: names carried no store, so that two stores wrote, adopted and deleted each other's objects."""
     one, other = pair
     fill(one, "ash")
     fill(other, "birch")
@@ -144,7 +144,7 @@ def test_two_stores_on_one_url_leave_each_other_alone(
 def test_an_abandoned_plan_deletes_what_it_wrote_and_nothing_of_another_store(
     pair: tuple[quire.Store, quire.Store], url: str, clock: ManualClock
 ) -> None:
-    """Hazard (issue 18): an abandoned plan of B deleted A's only copy, which had the same name."""
+    """Hazard: an abandoned plan of B deleted A's only copy, which had the same name."""
     one, other = pair
     fill(one, "ash")
     before = objects(url)
@@ -164,7 +164,7 @@ def test_an_abandoned_plan_deletes_what_it_wrote_and_nothing_of_another_store(
 def test_a_copied_directory_that_takes_over_writes_no_name_of_its_original(
     tmp_path: Path, url: str, clock: ManualClock
 ) -> None:
-    """Hazard (issue 18): a copy of a store on its old bucket wrote and collected names that the original had."""
+    """Hazard: a copy of a store on its old bucket wrote and collected names that the original had."""
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
         fill(one, "ash")
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -221,7 +221,7 @@ def drop_all(store: quire.Store, clock: ManualClock) -> None:
 
 
 def test_a_copy_that_is_behind_deletes_nothing_of_its_original(tmp_path: Path, url: str, clock: ManualClock) -> None:
-    """Hazard (issue 18): a copy that dropped a database and ran its upkeep deleted the original's only chunk."""
+    """Hazard: a copy that dropped a database and ran its upkeep deleted the original's only chunk."""
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
         fill(one, "ash")
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -286,7 +286,7 @@ def append(store: quire.Store, word: str, *, upload: bool = False, snapshot: boo
 def test_a_log_that_is_repaired_after_two_takeovers_has_nothing_of_the_deposed_owners(
     tmp_path: Path, url: str, clock: ManualClock, snapshot: bool
 ) -> None:
-    """Hazard (issue 18): while an owner epoch had no chunk in tier 2, what the former owner wrote later passed for its own."""
+    """Hazard: while an owner epoch had no chunk in tier 2, what the former owner wrote later passed for its own."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     with quire.open(first, settings=settings(url), clock=clock) as store:
         append(store, "all", upload=True)

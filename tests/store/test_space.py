@@ -1,4 +1,4 @@
-"""What a store takes on the disk, and what people are told about it (issue 18, N2)."""
+"""What a store takes on the disk, and what people are told about it (N2)."""
 
 from __future__ import annotations
 

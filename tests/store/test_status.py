@@ -1,4 +1,4 @@
-"""A database that is read-only refuses every write, of whatever kind it is; options and tags are kept (issue 19, B8)."""
+"""A database that is read-only refuses every write, of whatever kind it is; options and tags are kept."""
 
 from __future__ import annotations
 

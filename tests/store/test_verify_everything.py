@@ -1,4 +1,4 @@
-"""`quire verify` reads everything: one flipped byte in any file of a store is found, and the file is named (issue 18)."""
+"""`quire verify` reads everything: one flipped byte in any file of a store is found, and the file is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two copies of a store on one bucket: one of them goes on, the other says why not (issue 18, design A2)."""
+"""Two copies of a store on one bucket: one of them goes on, the other says why not (A2)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`DiskFull` means "not done, and never will be": what was refused is not written later, and whoever repeats it gets no
-duplicates (issue 18)."""
+duplicates."""
 
 from __future__ import annotations
 

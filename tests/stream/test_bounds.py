@@ -1,5 +1,5 @@
 """Crafted bytes with right checksums: no decoder of a stream's files and objects allocates beyond what is declared, crashes, or
-raises anything but what it says (issue 18)."""
+raises anything but what it says."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_a_dropped_stream_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_drop_of_a_stream_leaves_is_removed_by_upkeep(tmp_path: Path) -> None:
-    """The row was gone and the files were there, until somebody dropped another stream (issue 18)."""
+    """The row was gone and the files were there, until somebody dropped another stream."""
     with quire.open(tmp_path, settings=QUICK) as store:
         stream = store.stream("clicks", create=True)
         stream.append([record(number, 400) for number in range(100)]).result()

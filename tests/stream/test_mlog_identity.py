@@ -1,4 +1,4 @@
-"""A chunk says of which store and stream it is, and nobody takes another's for its own (issue 18)."""
+"""A chunk says of which store and stream it is, and nobody takes another's for its own."""
 
 from __future__ import annotations
 

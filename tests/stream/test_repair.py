@@ -1,4 +1,4 @@
-"""A stream whose manifest log is damaged or behind is rebuilt from what is left, and told what is lost (issue 18)."""
+"""A stream whose manifest log is damaged or behind is rebuilt from what is left, and told what is lost."""
 
 from __future__ import annotations
 

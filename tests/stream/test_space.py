@@ -1,4 +1,4 @@
-"""What a stream takes on disk is what it uses: sealed files keep no zeros (N2, issue 18)."""
+"""What a stream takes on disk is what it uses: sealed files keep no zeros (N2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening removes nothing that it cannot prove to be garbage: the log is held against its witnesses first (issue 18)."""
+"""Opening removes nothing that it cannot prove to be garbage: the log is held against its witnesses first."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_where_the_system_has_no_such_call_there_are_two(
 def test_a_failed_call_leaves_the_stream_in_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
 ) -> None:
-    """A full disk, too: `DiskFull` would say that the record is not there, and nobody knows that (issue 18)."""
+    """A full disk, too: `DiskFull` would say that the record is not there, and nobody knows that."""
     world = StreamWorld(tmp_path, settings=WIDE)
     world.stream.append(b"a").result()
 
