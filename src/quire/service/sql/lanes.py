@@ -95,7 +95,7 @@ class WriterLane:
         self._waiting.append(job)
         if self._runner is None:
             self._runner = loop.create_task(self._serve())
-        return await asyncio.shield(job.future)  # it is run, whether or not somebody still waits for it
+        return await job.future  # it is run, whether or not somebody still waits for it
 
     async def _serve(self) -> None:
         try:

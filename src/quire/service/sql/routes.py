@@ -64,7 +64,9 @@ class SqlPart:
         gets: dict[str, Endpoint] = {"/v2": _supported, "/v3": _supported}
         routes: list[BaseRoute] = []
         for prefix in ("", "/db/{database}"):
-            routes += [Route(prefix + path, _told(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+            routes += [
+                Route(prefix + path, HranaEndpoint(endpoint), methods=["POST"]) for path, endpoint in posts.items()
+            ]
             routes += [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
             routes += [Route(f"{prefix}/v3-protobuf{end}", _unsupported) for end in ("", "/pipeline", "/cursor")]
         routes += [WebSocketRoute(path, self.socket) for path in ("/", "/db/{database}", "/db/{database}/")]
@@ -269,19 +271,23 @@ async def _disconnected(receive: Receive) -> None:
         continue
 
 
-def _told(endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose refusals are told as the protocol says."""
+class HranaEndpoint:
+    """An endpoint as an ASGI application, whose refusals are told as the protocol says. An object: Starlette would put layers
+    of its own, which look for handlers of exceptions, around a function."""
 
-    async def answer(request: Request) -> Response:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
         try:
-            return await endpoint(request)
+            response = await self._endpoint(Request(scope, receive))
         except StreamRefused as refused:
             status = HTTPStatus.SERVICE_UNAVAILABLE if refused.code == TOO_MANY else HTTPStatus.BAD_REQUEST
-            return _refusal(p.WireError(str(refused), refused.code), status)
+            response = _refusal(p.WireError(str(refused), refused.code), status)
         except StatementFailed as failed:
-            return _refusal(p.WireError.of(failed), HTTPStatus.BAD_REQUEST)
-
-    return answer
+            response = _refusal(p.WireError.of(failed), HTTPStatus.BAD_REQUEST)
+        await response(scope, receive, send)
 
 
 def _refusal(error: p.WireError, status: int) -> Response:

@@ -21,6 +21,7 @@ Threads: any; constant after construction. Raises `HttpError`, `Unauthenticated`
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -132,6 +133,7 @@ class WebGate:
         return True  # a browser shows an address only if that is where it went
 
 
+@lru_cache(maxsize=64)  # few names, and each may be as long as a head
 def _host_name(host: str) -> str:
     """The name in `Host`, without its port; empty if it is none."""
     try:

@@ -14,12 +14,21 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from quire.core.errors import AccessDenied, InternalError, Overloaded, QuireError, Unauthenticated
+from quire.core.errors import (
+    AccessDenied,
+    InternalError,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    QuireError,
+    Unauthenticated,
+)
 from quire.core.events import emit
 from quire.service.web.answers import HttpError, Response, error_answer
 from quire.service.web.context import WebContext
@@ -28,6 +37,11 @@ from quire.service.web.headers import SECURITY_HEADERS
 WEBSOCKET_BUG = 1011
 WITHOUT_PLACE = frozenset({"/healthz", "/readyz"})
 """Whoever watches the server must be answered when it is busy."""
+DEFAULTS = [
+    (name.encode("latin-1"), value.encode("latin-1"))
+    for name, value in (SECURITY_HEADERS | {"cache-control": "no-store"}).items()
+]
+"""Headers of every answer that has none of that name (rule 3), as they are sent."""
 
 
 class Edge:
@@ -46,9 +60,10 @@ class Edge:
             await self._http(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(scope, receive, send, self._context)
+        headers = Headers(scope=scope)
+        exchange = _Exchange(headers, receive, send, self._context)
         try:
-            self._context.gate.check_site(Headers(scope=scope))
+            self._context.gate.check_site(headers)
             if self._working >= self._context.settings.http_requests_max and scope["path"] not in WITHOUT_PLACE:
                 self._context.limits.hit("requests")
                 raise Overloaded("all places for requests are taken", hint="try again later")
@@ -91,6 +106,8 @@ class Edge:
         if isinstance(error, HttpError):
             self._context.refusals.add(error.error, status=int(error.status), peer=peer)
             return error_answer(error.error, error.status)
+        if isinstance(error, HTTPException):
+            return _not_routed(error)
         if isinstance(error, QuireError):
             answer = error_answer(error)
             if isinstance(error, (AccessDenied, Unauthenticated)):
@@ -103,8 +120,7 @@ class Edge:
 class _Exchange:
     """One request and its answer, as the application's `receive` and `send`."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, context: WebContext) -> None:
-        headers = Headers(scope=scope)
+    def __init__(self, headers: Headers, receive: Receive, send: Send, context: WebContext) -> None:
         self._receive = receive
         self._send = send
         self._context = context
@@ -123,15 +139,14 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._started = True
             self._context.counts.add(failed=message["status"] >= HTTPStatus.BAD_REQUEST)
-            headers = MutableHeaders(raw=list(message.get("headers", [])))
-            for name, value in SECURITY_HEADERS.items():
-                headers.setdefault(name, value)
-            headers.setdefault("cache-control", "no-store")
+            headers = list(message.get("headers", ()))
+            names = {name for name, _ in headers}
+            headers += [default for default in DEFAULTS if default[0] not in names]
             if message["status"] == HTTPStatus.UNAUTHORIZED:
-                headers["www-authenticate"] = 'Bearer realm="quire"'
+                headers.append((b"www-authenticate", b'Bearer realm="quire"'))
             if not self._body_is_read:
-                headers["connection"] = "close"
-            message = {**message, "headers": headers.raw}
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
         await self._send(message)
 
     async def fail(self, answer: Response) -> None:
@@ -139,6 +154,17 @@ class _Exchange:
         if self._started:
             raise ConnectionAbortedError  # uvicorn hangs up
         await send_answer(answer, self.send)
+
+
+def _not_routed(error: HTTPException) -> Response:
+    """What Starlette refuses, told as everything else is."""
+    headers = dict(error.headers or {})
+    wrong: QuireError = InvalidInput("this address has another method", hint=headers.get("Allow", ""))
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        wrong = NotFound("there is nothing at this address", hint="docs/sql-server.md lists the addresses")
+    status = HTTPStatus(error.status_code)
+    answer = error_answer(wrong, status)
+    return Response(answer.body, answer.content_type, status, headers)
 
 
 async def send_answer(answer: Response, send: Send) -> None:

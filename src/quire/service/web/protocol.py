@@ -118,6 +118,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """The connection can be used: its TLS handshake is done."""
         super().connection_made(transport)
+        self._closer = cast(Any, _Closer(self))
         self._arm(self._settings.http_head_seconds, "idle_seconds")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -251,7 +252,7 @@ class HttpConnection(HttpToolsProtocol):
         self._arm(self._settings.http_body_seconds, "body_seconds")
         super().on_headers_complete()
         if self.cycle is not None:
-            self.cycle.transport = cast(Any, _Closer(self))
+            self.cycle.transport = self._closer
 
     def on_message_complete(self) -> None:
         """The body is read."""

@@ -39,7 +39,7 @@ from quire.service.signed_tokens import verifier
 from quire.service.tokens import Tokens, ensure_token
 from quire.service.web.accepting import accept_connections
 from quire.service.web.access import LOOPBACK_READS, LOOPBACK_WRITES, WebGate, is_loopback
-from quire.service.web.app import build_app, make_parts
+from quire.service.web.app import Application, make_parts
 from quire.service.web.context import WebContext
 from quire.service.web.counters import WebCounts, WebFigures
 from quire.service.web.dashboard import Dashboard
@@ -80,7 +80,7 @@ class Web:
         )
         self.routes = Routes(self.sight, lambda: exposition(self.registry), gate.asks_readers)
         self.parts = make_parts(self.context)
-        self.app = build_app(self.context, self.parts, Dashboard(self.context, self.routes, self.hub))
+        self.app = Application(self.context, self.parts, Dashboard(self.context, self.routes, self.hub))
 
     @cached_property
     def registry(self) -> CollectorRegistry:
