@@ -9,6 +9,7 @@ with the clients, so that a slow moment of the machine hits both. TPC-B is sent 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -27,6 +28,7 @@ import psutil
 
 import quire
 from bench.report import Report, alternate, rate
+from quire.cli.main import GARBAGE_ALLOCATIONS
 from quire.core.limits import GIB, MIB
 
 SETTINGS = quire.StoreSettings(
@@ -111,6 +113,7 @@ def _timed(threads: list[threading.Thread], ended: threading.Event, counts: list
 
 
 def main(directory: str) -> None:
+    gc.set_threshold(GARBAGE_ALLOCATIONS)  # as `quire serve` does, for its threads and for its clients alike
     owner = Owner(directory)
     for line in sys.stdin:
         name, *arguments = json.loads(line)

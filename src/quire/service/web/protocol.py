@@ -204,10 +204,21 @@ class HttpConnection(HttpToolsProtocol):
             invalid = InvalidInput("this is not an HTTP request", hint="is it meant for another port, or for https?")
             self._refuse(*(self._refusal or (invalid, HTTPStatus.BAD_REQUEST, "")))
         else:
-            if self._in_head and not self.transport.is_closing():
-                self._head_bytes += len(data)  # of a header that has not ended: the parser has not told us of it
-                if self._head_bytes > self._settings.http_head_bytes_max:
-                    self._refuse(*self._head_too_long())
+            if not self.transport.is_closing():
+                self._wait_for_rest(len(data))
+
+    def _wait_for_rest(self, size: int) -> None:
+        """After bytes were read: bound the rest of the request, if there is one. One that came whole needs no timer."""
+        if self._in_head:
+            self._head_bytes += size  # of a header that has not ended: the parser has not told us of it
+            if self._head_bytes > self._settings.http_head_bytes_max:
+                self._refuse(*self._head_too_long())
+                return
+        if self._timer is None and not self._body_is_complete:
+            if self._in_head:
+                self._arm(self._settings.http_head_seconds, "head_seconds")
+            else:
+                self._arm(self._settings.http_body_seconds, "body_seconds")
 
     def _upgrade(self) -> None:
         if self._should_upgrade():
@@ -220,7 +231,7 @@ class HttpConnection(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self._in_head, self._head_bytes, self._body_is_complete = True, 0, False
-        self._arm(self._settings.http_head_seconds, "head_seconds")
+        self._disarm()  # it was idle until now
 
     def on_url(self, url: bytes) -> None:
         """A part of the address."""
@@ -249,7 +260,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is read; the application begins."""
         self._in_head = False
-        self._arm(self._settings.http_body_seconds, "body_seconds")
+        self._disarm()  # the body has a time of its own
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.transport = self._closer
