@@ -13,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from quire.service.signed_tokens import create_token
 from quire.store.store import Store
 from tests.service.sql.test_http import NUMBERS, until
 from tests.service.sql.world import SqlAsker, plain_rows, sql_served, statement
@@ -216,3 +217,77 @@ def test_streams_of_sockets_are_counted_and_given_back(path: Path) -> None:
                 return bool(another.ask(type="open_stream", stream_id=0)["type"] == "response_ok")
 
         until(opens)
+
+
+SLOW = "with recursive n(x) as (select 1 union all select x + 1 from n limit 1000000) select sum(x) from n"
+
+
+def test_an_abandoned_cursor_gives_its_lock_back(path: Path) -> None:
+    with sql_served(path, sql_transaction_seconds=0.2) as (_, asker), socket_to(asker) as socket:
+        asker.once("create table t(a)")
+        socket.done(type="open_stream", stream_id=0)
+        steps = [{"stmt": statement(sql)} for sql in ("begin immediate", NUMBERS.format(100_000))]
+        socket.done(type="open_cursor", stream_id=0, cursor_id=1, batch={"steps": steps})
+        socket.done(type="fetch_cursor", cursor_id=1, max_count=10)
+        assert asker.once("insert into t values (2)")["type"] == "ok"
+        assert socket.ask(type="fetch_cursor", cursor_id=1, max_count=1)["error"]["code"] == "CURSOR_EXPIRED"
+        assert (
+            socket.ask(type="execute", stream_id=0, stmt=statement("commit"))["error"]["code"] == "TRANSACTION_TIMEOUT"
+        )
+
+
+def test_two_cursors_that_wait_for_their_streams_cannot_have_one_number(asker: SqlAsker) -> None:
+    asker.once("create table t(a)")
+    with socket_to(asker) as socket:
+        steps = [{"stmt": statement("begin immediate")}, {"stmt": statement(NUMBERS.format(100_000))}]
+        for stream_id in range(2):
+            socket.done(type="open_stream", stream_id=stream_id)
+        sent = [socket.send(type="execute", stream_id=stream_id, stmt=statement(SLOW)) for stream_id in range(2)]
+        sent += [
+            socket.send(type="open_cursor", stream_id=stream_id, cursor_id=5, batch={"steps": steps})
+            for stream_id in range(2)
+        ]
+        answers = {message["request_id"]: message for message in (socket.receive() for _ in sent)}
+        assert answers[sent[2]]["type"] == "response_ok"
+        assert answers[sent[3]]["error"]["code"] == "CURSOR_EXISTS"
+        socket.done(type="fetch_cursor", cursor_id=5, max_count=5)
+    assert asker.once("insert into t values (1)")["type"] == "ok"
+
+
+@pytest.mark.parametrize("second", ["fetch_cursor", "close_cursor"])
+def test_requests_for_one_cursor_are_done_one_after_the_other(asker: SqlAsker, second: str) -> None:
+    with socket_to(asker) as socket:
+        socket.done(type="open_stream", stream_id=0)
+        socket.done(type="open_cursor", stream_id=0, cursor_id=1, batch={"steps": [{"stmt": statement(SLOW)}]})
+        more = {"max_count": 9} if second == "fetch_cursor" else {}
+        sent = [
+            socket.send(type="fetch_cursor", cursor_id=1, max_count=9),
+            socket.send(type=second, cursor_id=1, **more),
+            socket.send(type="execute", stream_id=0, stmt=statement("select 1")),
+        ]
+        answers = [socket.receive() for _ in sent]
+        assert [(message["request_id"], message["type"]) for message in answers] == [(n, "response_ok") for n in sent]
+
+
+def test_a_socket_whose_client_says_no_hello_is_closed(path: Path) -> None:
+    with sql_served(path, http_head_seconds=0.3) as (_, asker):
+        url = asker.address.replace("http", "ws")
+        with connect(url, subprotocols=[Subprotocol("hrana3")]) as connection, pytest.raises(ConnectionClosed):
+            connection.recv(timeout=60)
+        with socket_to(asker) as socket:  # one that has may be idle
+            with pytest.raises(TimeoutError):
+                socket.connection.recv(timeout=1)
+            socket.done(type="open_stream", stream_id=0)
+
+
+def test_another_hello_takes_the_rights_of_open_streams(path: Path) -> None:
+    with sql_served(path) as (_, asker), socket_to(asker) as socket:
+        socket.done(type="open_stream", stream_id=0)
+        socket.run(0, "create table t(a)")
+        token = create_token(str(path), ["default"], read_only=True)
+        socket.connection.send(json.dumps({"type": "hello", "jwt": token}))
+        assert socket.receive() == {"type": "hello_ok"}
+        message = socket.ask(type="execute", stream_id=0, stmt=statement("insert into t values (1)"))
+        assert message["error"]["code"] == "AUTH_FAILED"
+        socket.done(type="open_stream", stream_id=1)
+        assert socket.run(1, "select * from t") == []

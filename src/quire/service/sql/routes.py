@@ -32,7 +32,7 @@ from quire.service.sql.pool import SqlTarget
 from quire.service.sql.service import SqlService, is_one_shot
 from quire.service.sql.session import SqlSession, Work
 from quire.service.sql.socket import PROTOCOLS, HranaSocket
-from quire.service.sql.streams import TOO_MANY, SqlStream, StreamRefused
+from quire.service.sql.streams import EXPIRED, TOO_MANY, SqlStream, StreamRefused
 from quire.service.versions import base_name
 from quire.service.web.context import WebContext
 from quire.sqlite.statements import StatementFailed
@@ -132,7 +132,7 @@ class SqlPart:
 
     async def _run_pipeline(self, stream: SqlStream, body: p.PipelineBody) -> bytes:
         if stream.is_closed:  # while this request waited for a cursor of it
-            raise StreamRefused("the stream is closed", "STREAM_EXPIRED")
+            raise StreamRefused("the stream is closed", EXPIRED)
         ends = bool(body.requests) and isinstance(body.requests[-1], p.CloseRequest)
         results = await self.service.run(stream, lambda session: _answers(session, body.requests))
         if ends:
@@ -197,10 +197,17 @@ class SqlPart:
 
         connection = HranaSocket(self.service, admit, websocket.send_text)
         try:
-            while True:
-                await connection.receive(await _text(websocket))
+            async with asyncio.timeout(self._context.settings.http_head_seconds) as time_for_hello:
+                while True:
+                    await connection.receive(await _text(websocket))
+                    if connection.is_admitted:
+                        time_for_hello.reschedule(None)
         except (WebSocketDisconnect, WebSocketDisconnected):
             pass
+        except TimeoutError:
+            self._context.limits.hit("hello_seconds")
+            with suppress(RuntimeError):
+                await websocket.close(code=1008, reason="say hello first, with a token that is valid")
         except InvalidInput as error:
             with suppress(RuntimeError):
                 await websocket.close(code=1008, reason=error.what[:100])
@@ -234,13 +241,19 @@ class CursorResponse(Response):
         self._batch = batch
         super().__init__(media_type=LINES)
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. The stream is free when the last line is sent. A client that goes before may only be tired of the rows
         (`libsql` does so, and goes on with the stream's baton): if it has vanished, the stream ends by being idle."""
         stream, streams = self._stream, self._service.streams
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         leaving = asyncio.ensure_future(_disconnected(receive))
         async with stream.lock:
+            if stream.is_closed:  # while this request waited for another of it
+                leaving.cancel()
+                await _refusal(p.WireError("the stream is closed", EXPIRED), HTTPStatus.BAD_REQUEST)(
+                    scope, receive, send
+                )
+                return
             try:
                 await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
                 first = p.encode_lines([p.CursorAnswer(streams.baton(stream), None)])

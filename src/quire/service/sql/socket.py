@@ -2,7 +2,12 @@
 
 Requests of one stream are done in the order in which they came; those of different streams beside each other. Texts that were
 stored belong to the socket, and are put in when a request comes: closing a text does not reach requests that came before.
-When the socket goes, for whatever reason, all its streams are rolled back and given back.
+When the socket goes, for whatever reason, all its streams are rolled back and given back. Each request is allowed by the token
+of the last hello, also on a stream that an earlier one has opened.
+
+A cursor has its stream to itself until it is through or closed. One from which nothing is fetched for as long as a stream may
+be idle (in a transaction: as long as that may) is closed, and the next fetch hears of it: neither a lock nor a version is held
+for a client that only keeps its socket open.
 
 What is bounded: streams and cursors of a socket, the requests of it that are under way (more are not read: the client waits),
 the size of a message (by the server), and what a fetch of a cursor answers with.
@@ -14,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -44,15 +50,27 @@ Admit = Callable[[str | None], tuple[SqlTarget, Grant]]
 
 
 class _SocketCursor:
-    """A cursor, and its stream, whose lock it holds until it is through."""
+    """A cursor, and its stream, whose lock it holds from when it is opened until it is through."""
 
-    __slots__ = ("entries", "is_done", "lines", "stream")
+    __slots__ = ("entries", "holds_stream", "is_done", "lines", "lock", "lost", "stream", "timer")
 
     def __init__(self, stream: SqlStream, entries: AsyncGenerator[bytes, None]) -> None:
         self.stream = stream
         self.entries = entries
+        self.lock = asyncio.Lock()
+        """Held while it is opened, fetched from or closed: its requests are done one after the other."""
         self.lines: deque[bytes] = deque()
+        self.holds_stream = False
         self.is_done = False
+        self.lost: StatementFailed | None = None
+        """Why it was closed, if its client did not."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        """Somebody uses it."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class HranaSocket:
@@ -88,9 +106,17 @@ class HranaSocket:
             self._places.release()
             await self._reply(p.ResponseError(number, p.WireError.of(failed)))
             return
-        task = asyncio.get_running_loop().create_task(self._finish(number, answer))
+        self._add_task(self._finish(number, answer))
+
+    def _add_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether its client has said hello with a token that is valid."""
+        return self._target is not None
 
     async def _hello(self, message: p.HelloMessage) -> None:
         try:
@@ -143,8 +169,8 @@ class HranaSocket:
                 self._sqls.close(sql_id)
                 return partial(_plain, "close_sql")
             case p.OpenCursorRequest(stream_id=stream_id, cursor_id=cursor_id, batch=batch):
-                whole = resolved_batch(batch, self._sqls)
-                return partial(self._open_cursor, self._stream(stream_id), cursor_id, whole)
+                cursor = self._new_cursor(self._stream(stream_id), cursor_id, resolved_batch(batch, self._sqls))
+                return partial(self._open_cursor, cursor)
             case p.FetchCursorRequest(cursor_id=cursor_id, max_count=max_count):
                 return partial(self._fetch, cursor_id, max_count)
             case p.CloseCursorRequest(cursor_id=cursor_id):
@@ -167,6 +193,8 @@ class HranaSocket:
         stream = self._streams.get(stream_id)
         if stream is None:
             raise StatementFailed(f"stream {stream_id} is not open", "STREAM_NOT_FOUND")
+        if not self._grant.may(stream.target.name, write=stream.target.writable):
+            raise StatementFailed("the token of the last hello does not allow this stream: open another", "AUTH_FAILED")
         return stream
 
     async def _close_stream(self, stream: SqlStream | None) -> p.WireResponse:
@@ -182,19 +210,37 @@ class HranaSocket:
             return await self._service.run(stream, lambda session: session.respond(request))
 
     # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open_cursor(self, stream: SqlStream, cursor_id: int, batch: p.WireBatch) -> p.WireResponse:
+    def _new_cursor(self, stream: SqlStream, cursor_id: int, batch: p.WireBatch) -> _SocketCursor:
+        """Its number is taken from now on, while it still waits for its stream."""
         if cursor_id in self._cursors:
             raise StatementFailed(f"cursor {cursor_id} is open already", "CURSOR_EXISTS")
         if len(self._cursors) >= CURSORS_MAX:
             raise StatementFailed(f"a socket has at most {CURSORS_MAX} cursors", "TOO_MANY_CURSORS")
-        await stream.lock.acquire()
-        self._cursors[cursor_id] = _SocketCursor(stream, self._service.cursor(stream, batch))
+        cursor = self._cursors[cursor_id] = _SocketCursor(stream, self._service.cursor(stream, batch))
+        return cursor
+
+    async def _open_cursor(self, cursor: _SocketCursor) -> p.WireResponse:
+        async with cursor.lock:
+            await cursor.stream.lock.acquire()
+            cursor.holds_stream = True
+            self._watch(cursor)
         return p.PlainResponse("open_cursor")
 
     async def _fetch(self, cursor_id: int, max_count: int) -> p.WireResponse:
         cursor = self._cursors.get(cursor_id)
         if cursor is None:
             raise StatementFailed(f"cursor {cursor_id} is not open", "CURSOR_NOT_FOUND")
+        async with cursor.lock:
+            cursor.stop_timer()
+            if cursor.lost is not None:
+                raise cursor.lost
+            try:
+                return await self._fetched(cursor, max_count)
+            finally:
+                if not cursor.is_done:
+                    self._watch(cursor)
+
+    async def _fetched(self, cursor: _SocketCursor, max_count: int) -> p.WireResponse:
         entries: list[msgspec.Raw] = []
         size = 0
         while len(entries) < max_count and size < FETCH_BYTES:
@@ -220,24 +266,51 @@ class HranaSocket:
         return True
 
     async def _end(self, cursor: _SocketCursor) -> None:
+        """Let its stream go; the caller holds the cursor's lock."""
+        cursor.stop_timer()
         if not cursor.is_done:
             cursor.is_done = True
             try:
                 await cursor.entries.aclose()
             finally:
-                cursor.stream.lock.release()
+                if cursor.holds_stream:
+                    cursor.stream.lock.release()
+
+    def _watch(self, cursor: _SocketCursor) -> None:
+        """Close it unless it is used in time."""
+        session, limits = cursor.stream.session, self._service.streams.limits
+        is_idle = session is None or session.is_autocommit
+        seconds = limits.idle_seconds if is_idle else limits.transaction_seconds
+        cursor.timer = asyncio.get_running_loop().call_later(seconds, self._time_is_over, cursor, seconds)
+
+    def _time_is_over(self, cursor: _SocketCursor, seconds: float) -> None:
+        cursor.timer = None
+        self._add_task(self._give_up(cursor, seconds))
+
+    async def _give_up(self, cursor: _SocketCursor, seconds: float) -> None:
+        async with cursor.lock:
+            if cursor.is_done or cursor.timer is not None:  # it was used meanwhile
+                return
+            cursor.lost = StatementFailed(
+                f"the cursor was closed: nothing was fetched for {seconds:g} s", "CURSOR_EXPIRED"
+            )
+            cursor.lines.clear()
+            self._service.streams.expired += 1
+            await self._end(cursor)
 
     async def _close_cursor(self, cursor_id: int) -> p.WireResponse:
         cursor = self._cursors.pop(cursor_id, None)
         if cursor is not None:
-            await self._end(cursor)
+            async with cursor.lock:
+                await self._end(cursor)
         return p.PlainResponse("close_cursor")
 
     async def _end_cursors(self, stream: SqlStream) -> None:
         for cursor_id, cursor in [*self._cursors.items()]:
             if cursor.stream is stream:
-                del self._cursors[cursor_id]
-                await self._end(cursor)
+                self._cursors.pop(cursor_id, None)
+                async with cursor.lock:
+                    await self._end(cursor)
 
     async def close(self) -> None:
         """The socket is gone: everything is rolled back."""

@@ -123,7 +123,7 @@ class StreamRegistry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # constant after construction
-        self._limits = limits
+        self.limits = limits
         self._close_stream = close_stream
         self._roll_back = roll_back
         self._release = release
@@ -143,9 +143,9 @@ class StreamRegistry:
     # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
     def open(self, target: SqlTarget, caller: object, *, is_lasting: bool = False) -> SqlStream:
         """A new stream, still without a connection."""
-        if self._of_database.get(target.name, 0) >= self._limits.per_database_max:
+        if self._of_database.get(target.name, 0) >= self.limits.per_database_max:
             self._make_room(target.name)
-        elif len(self._streams) >= self._limits.streams_max:
+        elif len(self._streams) >= self.limits.streams_max:
             self._make_room(None)
         count = self._of_database.get(target.name, 0)
         number = secrets.randbits(63) | 1
@@ -204,7 +204,7 @@ class StreamRegistry:
         stream = self._streams.get(number)
         if stream is None:
             self.refused += 1
-            limits = self._limits
+            limits = self.limits
             idle = f"{limits.idle_seconds:g} s, in a transaction {limits.transaction_seconds:g} s"
             raise StreamRefused(f"the stream is closed: it was idle ({idle}), or the server restarted", EXPIRED)
         if stream.turn != turn:
@@ -238,7 +238,7 @@ class StreamRegistry:
 
     async def sweep(self) -> None:
         """End what was idle for too long."""
-        limits, now = self._limits, self._clock()
+        limits, now = self.limits, self._clock()
         for stream in [*self._streams.values()]:
             if stream.lock.locked():
                 continue
@@ -266,7 +266,7 @@ class StreamRegistry:
                 return
             await self._roll_back(stream)
             if stream.session is not None:
-                seconds = self._limits.transaction_seconds
+                seconds = self.limits.transaction_seconds
                 stream.session.lost = StatementFailed(
                     f"the transaction was rolled back: nothing was done in it for {seconds:g} s", TRANSACTION_TIMEOUT
                 )
