@@ -14,6 +14,7 @@ import quire
 from quire.core.clock import SystemClock
 from quire.sqlite import remote_policy
 from quire.sqlite.remote_policy import RemoteLimits, RemotePolicy, limit_heap, restrict
+from quire.sqlite.statements import StatementRunner
 from quire.store.store import Store
 
 Connection = apsw.Connection
@@ -327,3 +328,15 @@ def test_the_soft_limit_is_set_and_the_hard_one_is_not() -> None:
 def test_no_pragma_is_in_two_lists() -> None:
     assert not remote_policy.OF_DATABASE & remote_policy.OF_CONNECTION
     assert not remote_policy.ASKING & (remote_policy.OF_DATABASE | remote_policy.OF_CONNECTION)
+
+
+def test_large_rows_are_read_a_few_at_a_time() -> None:
+    numbers = "with recursive n(x) as (select 1 union all select x + 1 from n limit 600)"
+    with closing(apsw.Connection(":memory:")) as connection:
+        statement = StatementRunner(connection).run(f"{numbers} select zeroblob(iif(x < 300, 1, 1000000)) from n")
+        counts = []
+        while rows := statement.rows(512):
+            assert sum(len(value) for (value,) in rows if isinstance(value, bytes)) < 10 << 20
+            counts.append(len(rows))
+    assert sum(counts) == 600
+    assert statement.is_over

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import Any
 
 import apsw
@@ -29,6 +28,7 @@ from quire.core.errors import QuireError
 from quire.durable.failpoints import hit
 from quire.sqlite.pep249.cursor import as_sqlite3
 from quire.sqlite.pep249.errors import Error, OperationalError, translated
+from quire.sqlite.statements import StatementFailed, next_rows
 
 BUNCH_ROWS = 512
 BUNCH_BYTES = 1 << 20
@@ -236,13 +236,11 @@ def _columns(cursor: apsw.Cursor) -> tuple[tuple[str, str | None], ...] | None:
 
 def _bunch(opened: _OpenCursor) -> tuple[list[tuple[Any, ...]], bool]:
     """The next rows, and whether they are the last (rule 2)."""
-    count = opened.count
-    rows = list(islice(opened.cursor, count))
-    if len(rows) < count:
-        return rows, True
-    size = sum(len(value) for row in rows for value in row if isinstance(value, str | bytes)) + 16 * count
-    opened.count = max(1, min(BUNCH_ROWS, BUNCH_BYTES * count // size))
-    return rows, False
+    count, opened.count = opened.count, BUNCH_ROWS
+    try:
+        return next_rows(opened.cursor, count, BUNCH_BYTES)
+    except StatementFailed as failed:
+        raise OperationalError(str(failed)) from None
 
 
 def _error_of(error: Exception) -> SqlError:

@@ -20,10 +20,11 @@ Threads: a runner belongs to one at a time. Raises `StatementFailed` and `LockRe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from operator import length_hint
 from typing import Any, NoReturn
 
 import apsw
@@ -38,7 +39,13 @@ Columns = tuple[tuple[str, str | None], ...]
 Deadline = Callable[[], AbstractContextManager[None]]
 
 NO_STATEMENT, MANY_STATEMENTS = "SQL_NO_STATEMENT", "SQL_MANY_STATEMENTS"
-ARGS_INVALID, UNICODE_ERROR = "ARGS_INVALID", "UNICODE_ERROR"
+ARGS_INVALID, UNICODE_ERROR, TOO_LARGE = "ARGS_INVALID", "UNICODE_ERROR", "RESPONSE_TOO_LARGE"
+
+ROWS_BYTES = 1 << 20
+ROWS_AT_ONCE = 8
+"""Rows are measured so many at a time: measuring each by itself would cost half as much as encoding it."""
+PART_BYTES_MAX = ROWS_AT_ONCE * (64 << 20)
+"""Of those: every one may have a value of the largest size."""
 
 _BLANK = re.compile(r"(?:[\s;]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
 """What may stand behind a statement without being another one."""
@@ -100,23 +107,43 @@ class _Run:
         return True
 
 
+def next_rows(cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int) -> tuple[list[Any], bool]:
+    """The next rows, at most so many and about so many bytes, and whether they are the last. They are measured while they are
+    read: a few values of SQLite's largest size would take all the memory there is."""
+    rows: list[Any] = []
+    size = 0
+    while size < bytes_max and (wanted := min(count - len(rows), ROWS_AT_ONCE)) > 0:
+        some = list(islice(cursor, wanted))
+        rows += some
+        more = sum(map(length_hint, chain.from_iterable(some)))
+        if more > PART_BYTES_MAX:
+            raise StatementFailed("a row is too large: ask for fewer columns, or parts of values", TOO_LARGE)
+        size += more
+        if len(some) < wanted:
+            return rows, True
+    return rows, False
+
+
 class RunningStatement:
     """A statement that was begun: its columns, and its rows in bunches."""
 
-    __slots__ = ("_cursor", "_deadline", "columns")
+    __slots__ = ("_cursor", "_deadline", "columns", "is_over")
 
     def __init__(self, cursor: apsw.Cursor, columns: Columns, deadline: Deadline) -> None:
         self._cursor = cursor
         self._deadline = deadline
         self.columns = columns
+        self.is_over = False
+        """Whether its last row was read."""
 
-    def rows(self, count: int) -> list[tuple[SqlValue, ...]]:
-        """The next rows; none at the end, where the statement is over."""
+    def rows(self, count: int, bytes_max: int = ROWS_BYTES) -> list[tuple[SqlValue, ...]]:
+        """The next rows, at most so many and about so many bytes; none at the end, where the statement is over."""
         try:
             with self._deadline():
-                return list(islice(self._cursor, count))
+                rows, self.is_over = next_rows(self._cursor, count, bytes_max)
         except Exception as error:
             _fail(error)
+        return rows
 
     def drain(self) -> int:
         """Run to the end; how many rows there were."""
@@ -277,4 +304,6 @@ def statement_failed(error: Exception) -> StatementFailed:
         return StatementFailed(str(error), base_name, str(name))
     if isinstance(error, OverflowError | TypeError | ValueError):
         return StatementFailed(str(error), ARGS_INVALID)
+    if isinstance(error, MemoryError):
+        return StatementFailed("out of memory", "SQLITE_NOMEM")
     raise error

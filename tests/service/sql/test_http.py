@@ -334,3 +334,15 @@ def test_one_open_transaction_and_forty_waiting_writers(path: Path) -> None:
             thread.join(120)
         assert results == ["ok"] * 40
         assert asker.rows("select count(*) from t") == [(41,)]
+
+
+def test_the_answers_of_a_pipeline_are_bounded_together(path: Path) -> None:
+    with sql_served(path, sql_answer_bytes_max=10_000) as (_, asker):
+        for requests in (
+            [execute("select hex(zeroblob(3000))")] * 2 + [CLOSE],
+            [execute("select hex(zeroblob(3000))")] * 2,
+        ):
+            first, second = asker.pipeline(*requests)[:2]
+            assert first["type"] == "ok"
+            assert second["error"]["code"] == "RESPONSE_TOO_LARGE"
+        assert asker.run("select hex(zeroblob(3000))")["type"] == "execute"  # another answer of the stream

@@ -151,6 +151,7 @@ class SqlService:
 
     def _on(self, stream: SqlStream, function: Callable[[SqlSession], Work[T]]) -> Work[T]:
         session = self._session(stream)
+        session.begin_answer()
         try:
             return (yield from function(session))
         finally:

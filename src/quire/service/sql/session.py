@@ -8,7 +8,8 @@ Terms
 
 Rules
   1. No thread waits for a lock (W1): a statement that finds it taken has not begun, and the work is set aside.
-  2. An answer is bounded in rows and bytes, counted while it is made; a cursor has one bunch in memory at a time.
+  2. An answer, to all requests of a pipeline together, is bounded in rows and bytes, counted while it is made; a cursor has
+     one bunch in memory at a time.
   3. A failed statement is an error of its request, or of its step of a batch; the work goes on with the next one.
   4. For a skipped step the condition `error` holds, as for a failed one (W3).
 
@@ -125,8 +126,14 @@ class SqlSession:
         self.sqls = sqls if sqls is not None else StoredSqls()
         self.limits = limits
         # the stream's
+        self._answer_rows = 0
+        self._answer_bytes = 0
         self.lost: StatementFailed | None = None
         """Why the transaction is gone: told once, to the next statement."""
+
+    def begin_answer(self) -> None:
+        """What follows is another answer, with limits of its own (rule 2)."""
+        self._answer_rows = self._answer_bytes = 0
 
     @property
     def is_autocommit(self) -> bool:
@@ -161,13 +168,16 @@ class SqlSession:
         return outcome
 
     def _collect(self, statement: RunningStatement, outcome: StatementOutcome, encode: RowEncoder) -> None:
-        limits, size = self.limits, 0
+        limits = self.limits
         for rows, encoded in _bunches(statement, encode):
             outcome.bunches.append(encoded)
             outcome.row_count += rows
-            size += len(encoded)
-            if outcome.row_count > limits.rows_max or size > limits.bytes_max:
+            self._answer_rows += rows
+            self._answer_bytes += len(encoded)
+            if self._answer_rows > limits.rows_max or self._answer_bytes > limits.bytes_max:
                 statement.close()
+                self._answer_rows -= outcome.row_count  # what is not sent does not count
+                self._answer_bytes -= sum(map(len, outcome.bunches))
                 what = f"the answer has more than {limits.rows_max:,} rows or {limits.bytes_max:,} bytes"
                 raise StatementFailed(f"{what}: use LIMIT, or a cursor", "RESPONSE_TOO_LARGE")
 
@@ -353,11 +363,10 @@ def wire_columns(columns: Columns) -> list[p.WireColumn]:
 
 
 def _bunches(statement: RunningStatement, encode: RowEncoder) -> Iterator[tuple[int, bytes]]:
-    """(rows, their bytes): at most `BUNCH_ROWS`, and about `BUNCH_BYTES`, as the bunch before suggests."""
+    """(rows, their bytes): at most `BUNCH_ROWS`, and about `BUNCH_BYTES` before they are encoded."""
     count = FIRST_ROWS
-    while rows := statement.rows(count):
-        encoded = encode(rows)
-        yield len(rows), encoded
-        if len(rows) < count:
+    while rows := statement.rows(count, BUNCH_BYTES):
+        yield len(rows), encode(rows)
+        if statement.is_over:
             return
-        count = max(1, min(BUNCH_ROWS, BUNCH_BYTES * len(rows) // max(len(encoded), 1)))
+        count = BUNCH_ROWS
