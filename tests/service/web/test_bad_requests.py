@@ -153,7 +153,9 @@ BAD = [
     Bad("a foreign host that ends like ours", "GET", "/healthz", "admin", 403, headers={"host": "localhost.evil.example"}),
     Bad("two labels before our name", "GET", "/healthz", "admin", 403, headers={"host": "a.b.localhost"}),
     Bad("a foreign page", "GET", "/db/shop.sqlite", "admin", 403, headers={"origin": "https://evil.example"}),
+    Bad("an origin that is none", "GET", "/healthz", "admin", 403, headers={"origin": "http://["}),
     # names and addresses
+    Bad("a limit with zeros before it", "GET", "/v1/namespaces?limit=0000000019999999", "admin", 400),
     Bad("a path that climbs", "GET", "/db/../../etc/passwd", "admin", 404),
     Bad("an encoded path that climbs", "GET", "/db/..%2f..%2fetc%2fpasswd.sqlite", "admin", 404),
     Bad("a name of dots", "GET", "/db/...sqlite", "admin", 400),
@@ -232,6 +234,7 @@ def limited(web: WebServer, limit: str) -> int:
 HEAD = b"POST /v2/pipeline HTTP/1.1\r\nHost: localhost\r\nx-namespace: shop\r\n"
 AUTH = b"Authorization: Bearer TOKEN\r\n"
 UPGRADE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+TRAILER = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + AUTH + b"\r\n"
 SLOW = [
     ("half a head", b"GET /healthz HT", b"408", "head_seconds"),
     ("a header that does not end", b"GET /healthz HTTP/1.1\r\nHost: local", b"408", "head_seconds"),
@@ -248,6 +251,7 @@ SLOW = [
     ("two lengths", HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde", b"400", ""),
     ("a length and chunks", HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400", ""),
     ("an upgrade to something else", UPGRADE, b"400", ""),
+    ("a token behind the body", TRAILER, b"401", ""),
 ]  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def _answer(value: Any) -> Response:
 def _limit(text: str | None) -> int:
     if text is None:
         return PAGE_DEFAULT
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= PAGE_MAX):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= PAGE_MAX):
         raise InvalidInput("limit is a number", hint=f"between 1 and {PAGE_MAX}", limit=text[:20])
     return int(text)
 

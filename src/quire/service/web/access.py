@@ -107,7 +107,7 @@ class WebGate:
             hint = "ask by address, or add the name to service.http_hosts in quire.toml"
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("the store is not known by this name", hint=hint))
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _site(origin) != host.lower():
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
         if (headers.get("sec-fetch-site") or "none") not in ("none", "same-origin"):
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
@@ -140,6 +140,14 @@ def _host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
         return ""
+
+
+def _site(origin: str) -> str | None:
+    """The host and port in `Origin`; `None` if it names none."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
 
 
 def is_loopback(host: str) -> bool:

@@ -239,7 +239,10 @@ class HttpConnection(HttpToolsProtocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header."""
+        """A whole header. Behind a body it is a trailer, which says nothing here: the request was let in without it."""
+        if not self._in_head:
+            self._count_head(len(name) + len(value) + 4)
+            return
         if name.lower() == b"host" and any(known == b"host" for known, _ in self.headers):
             error = InvalidInput("the request has two hosts", hint="send one header `Host`")
             self._refusal = error, HTTPStatus.BAD_REQUEST, ""
