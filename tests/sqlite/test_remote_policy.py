@@ -340,3 +340,12 @@ def test_large_rows_are_read_a_few_at_a_time() -> None:
             counts.append(len(rows))
     assert sum(counts) == 600
     assert statement.is_over
+
+
+@pytest.mark.parametrize("schema", ["temp", "TEMP"])
+def test_temporary_pages_cannot_be_made_larger(schema: str) -> None:
+    with closing(apsw.Connection(":memory:")) as connection:
+        restrict(connection, SystemClock())
+        with pytest.raises(apsw.AuthError, match="page_size"):
+            connection.execute(f"pragma {schema}.page_size = 65536")
+        connection.execute("pragma main.page_size = 8192; pragma page_size = 4096")

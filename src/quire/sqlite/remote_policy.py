@@ -134,7 +134,7 @@ class RemotePolicy:
     def authorize(self, action: int, first: str | None, second: str | None, schema: str | None, _: str | None) -> int:
         """SQLite asks: may this be done? (rule 1)"""
         if action == apsw.SQLITE_PRAGMA:
-            self._pragma((first or "").lower(), second)
+            self._pragma((first or "").lower(), second, schema)
         elif action == apsw.SQLITE_FUNCTION:
             if (second or "").lower() in FUNCTIONS_REFUSED:
                 raise _refused(f"the function {second}()")
@@ -148,9 +148,11 @@ class RemotePolicy:
             self.touched = True
         return _OK
 
-    def _pragma(self, name: str, value: str | None) -> None:
+    def _pragma(self, name: str, value: str | None, schema: str | None) -> None:
         if self._ours or name in ASKING or (value is None and name in READABLE):
             return
+        if name == "page_size" and (schema or "main").lower() != "main":  # what is temporary is bounded in pages
+            raise _refused(f"setting PRAGMA {schema}.page_size")
         if value is None or name not in OF_DATABASE | OF_CONNECTION:
             raise _refused(f"PRAGMA {name}" if value is None else f"setting PRAGMA {name}")
         self.touched |= name in OF_CONNECTION

@@ -234,6 +234,9 @@ def limited(web: WebServer, limit: str) -> int:
 HEAD = b"POST /v2/pipeline HTTP/1.1\r\nHost: localhost\r\nx-namespace: shop\r\n"
 AUTH = b"Authorization: Bearer TOKEN\r\n"
 UPGRADE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+WEBSOCKET = UPGRADE[:-2].replace(b"h2c", b"websocket") + (
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
 TRAILER = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + AUTH + b"\r\n"
 SLOW = [
     ("half a head", b"GET /healthz HT", b"408", "head_seconds"),
@@ -251,6 +254,8 @@ SLOW = [
     ("two lengths", HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde", b"400", ""),
     ("a length and chunks", HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400", ""),
     ("an upgrade to something else", UPGRADE, b"400", ""),
+    ("a WebSocket with a body", WEBSOCKET + b"Content-Length: 5\r\n\r\nabcde", b"400", ""),
+    ("a WebSocket with chunks", WEBSOCKET + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400", ""),
     ("a token behind the body", TRAILER, b"401", ""),
 ]  # fmt: skip
 

@@ -39,6 +39,7 @@ from quire.service.web.headers import SECURITY_HEADERS
 
 LINGER_SECONDS = 2.0
 LINGER_BYTES_MAX = 4 << 20
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 _silent = logging.getLogger("quire.web.uvicorn")
 _silent.propagate = False  # what uvicorn would log has addresses with their queries; events and counts say the rest
@@ -221,7 +222,10 @@ class HttpConnection(HttpToolsProtocol):
                 self._arm(self._settings.http_body_seconds, "body_seconds")
 
     def _upgrade(self) -> None:
-        if self._should_upgrade():
+        if self._should_upgrade() and any(name in BODY_HEADERS for name, _ in self.headers):
+            # The WebSocket's own parser takes no body, and would leave the client, and its slot, without an answer.
+            self._refuse(InvalidInput("an upgrade to a WebSocket has no body"), HTTPStatus.BAD_REQUEST, "")
+        elif self._should_upgrade():
             self.handle_websocket_upgrade()
         else:
             wrong = InvalidInput("the connection can only become a WebSocket", hint="leave out `Upgrade`")
