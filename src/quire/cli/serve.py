@@ -96,9 +96,9 @@ def _connection_string(address: str, token_file: str) -> str:
     """How a libSQL client connects, to be pasted. The token itself is in no output: it would end up in logs.
 
     >>> _connection_string("http://127.0.0.1:7448", "/data/admin.token")
-    'libsql.connect("http://127.0.0.1:7448", auth_token=open("/data/admin.token").read().strip())'
+    'import libsql; connection = libsql.connect("http://127.0.0.1:7448", auth_token=open("/data/admin.token").read().strip())'
     """
-    return f'libsql.connect("{address}", auth_token=open("{token_file}").read().strip())'
+    return f'import libsql; connection = libsql.connect("{address}", auth_token=open("{token_file}").read().strip())'
 
 
 def _say(cli: Cli, addresses: list[str], connection_string: str) -> None:

@@ -41,7 +41,7 @@ def create(
     first = wanted[0] if wanted else "DB"
     lines = [
         ("may", f"{may}{until}"),
-        ("libSQL", f"url http://HOST:PORT/db/{first}, authToken as above"),
+        ("libSQL", f"url http://HOST:PORT/db/{first}/, authToken as above"),
         ("HTTP", "header Authorization: Bearer TOKEN"),
     ]
     data = {"token": token, "databases": wanted, "read_only": ro, "ttl_seconds": seconds}

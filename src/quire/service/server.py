@@ -387,7 +387,10 @@ def _certificates(scheme: str, credentials: Credentials) -> list[tuple[bytes, by
     if scheme == TCP and any(given):
         raise InvalidConfig("a certificate is for grpc+tls://", hint="listen there, or leave the certificate out")
     if scheme == TLS and not all(given):
-        raise InvalidConfig("TLS needs a certificate and its key", hint="give tls_cert_file and tls_key_file")
+        raise InvalidConfig(
+            "TLS needs a certificate and its key",
+            hint="give tls_cert_file and tls_key_file, on the command line `--tls-cert` and `--tls-key`",
+        )
     return [(_pem(credentials.tls_cert_file), _pem(credentials.tls_key_file))] if scheme == TLS else []
 
 

@@ -164,11 +164,15 @@ class RunningStatement:
 class StatementRunner:
     """Runs statements on one connection, which waits for no lock."""
 
-    def __init__(self, connection: apsw.Connection, deadline: Deadline = nullcontext) -> None:
-        """`deadline` bounds what SQLite does inside it: the beginning of a statement, and each bunch of its rows."""
+    def __init__(
+        self, connection: apsw.Connection, deadline: Deadline = nullcontext, *, read_only_hint: str = ""
+    ) -> None:
+        """`deadline` bounds what SQLite does inside it: the beginning of a statement, and each bunch of its rows. Whoever
+        writes where only reading is allowed is told `read_only_hint` behind SQLite's own words."""
         # constant after construction
         self.connection = connection
         self._deadline = deadline
+        self._read_only_hint = read_only_hint
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes
         self.total_changes: Callable[[], int] = connection.total_changes
@@ -187,6 +191,10 @@ class StatementRunner:
             if is_autocommit or getattr(error, "extendedresult", 0) == apsw.SQLITE_BUSY:
                 raise LockRefused(str(error)) from error
             _fail(error)
+        except apsw.ReadOnlyError as error:
+            failed = statement_failed(error)
+            hint = f": {self._read_only_hint}" if self._read_only_hint else ""
+            raise StatementFailed(f"{failed}{hint}", failed.code, failed.extended_code) from error
         except Exception as error:
             _fail(error)
         return RunningStatement(cursor, run.columns, self._deadline)

@@ -202,6 +202,10 @@ def test_a_database_is_named_by_header_host_or_path(asker: SqlAsker, store: Stor
     assert SqlAsker(asker.address, prefix="/db/blog").rows(query) == [("blog",)]
     both = SqlAsker(asker.address, prefix="/db/blog", headers={"x_namespace": "shop"})
     assert both.rows(query) == [("shop",)]
+    assert SqlAsker(asker.address, prefix="/db/blog/").rows(query) == [("blog",)]  # /db/blog//v2/pipeline
+    cut = Asker(asker.address).post("/db/v2/pipeline", {"requests": [CLOSE]})  # v2/pipeline, resolved against /db/blog
+    assert cut.status == 404
+    assert "ends with a slash" in cut.json["hint"]
     told = SqlAsker(asker.address, prefix="/db/none").post("/v2/pipeline", {"requests": [CLOSE]})
     assert told.status == 404
 
@@ -229,7 +233,21 @@ def test_namespaces_are_created_forked_at_any_moment_and_dropped(asker: SqlAsker
     assert [one["name"] for one in first["namespaces"] + rest["namespaces"]] == ["kept", "now", "old", "shop"]
     assert admin.ask("DELETE", "/v1/namespaces/old").status == 200
     assert fork.post("/v2/pipeline", {"requests": [execute("select 1"), CLOSE]}).status == 404
-    assert admin.ask("DELETE", "/v1/namespaces/shop").status == 409  # it has a snapshot
+    refused = admin.ask("DELETE", "/v1/namespaces/shop")
+    assert refused.status == 409  # it has a snapshot
+    assert "?snapshots=true" in refused.json["hint"]
+    assert admin.ask("DELETE", "/v1/namespaces/shop?snapshots=true").status == 200
+
+
+def test_who_may_only_read_is_told_how_to_write(path: Path) -> None:
+    with sql_served(path, http_anonymous_writes=False) as (store, asker):
+        store.sqlite("default", create=True).close()
+        told = asker.once("create table t(a)")["error"]
+        assert told["code"] == "SQLITE_READONLY"
+        assert "attempt to write a readonly database: this caller may only read" in told["message"]
+        assert "admin.token" in told["message"]
+        token = (path / "admin.token").read_text("utf-8").strip()
+        assert asker.once("create table t(a)", authorization=f"Bearer {token}")["type"] == "ok"
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

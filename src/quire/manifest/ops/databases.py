@@ -192,7 +192,9 @@ class DropDb(Op, frozen=True, tag=15):
         record = tables.writable(self.db_id, even="read_only")
         if tables.snapshot_index.any(t.SNAPSHOT_INDEX.key.prefix(self.db_id)):
             raise StillReferenced(
-                "the database has snapshots", hint="drop them first, or drop with `--snapshots`", database=record.name
+                "the database has snapshots",
+                hint="drop them first, or drop it with them: `--snapshots`, over HTTP `?snapshots=true`",
+                database=record.name,
             )
         for key, leaf in list(tables.live_leaf.scan(t.LIVE_LEAF.key.prefix(self.db_id))):
             _, number = t.LIVE_LEAF.key.unpack(key)

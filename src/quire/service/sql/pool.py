@@ -27,6 +27,9 @@ from quire.sqlite.statements import StatementRunner
 
 CACHE_KIB = 4_096
 """Pages that a remote connection keeps: with SQLite's 64 MiB of a local one, 500 that have scanned a table would take 34 GB."""
+READ_ONLY_HINT = (
+    "this caller may only read; send a token that may write: the store's admin.token, or `quire token create`"
+)
 IDLE_MAX, IDLE_SECONDS = 64, 10.0
 """Connections that wait to be used again, over all databases, and for how long."""
 
@@ -181,7 +184,9 @@ class ConnectionPool:
             connection.pragma("synchronous", synchronous)
             policy = restrict(connection, self._store.manifest.clock)
             policy.read_only = not target.writable
-            runner = StatementRunner(connection, partial(policy.deadline, self._statement_seconds))
+            hint = "" if target.writable or target.version else READ_ONLY_HINT
+            deadline = partial(policy.deadline, self._statement_seconds)
+            runner = StatementRunner(connection, deadline, read_only_hint=hint)
         except BaseException:
             connection.close()
             raise

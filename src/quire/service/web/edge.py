@@ -6,12 +6,15 @@ Rules
   3. Every answer carries the headers that keep other sites, caches and type guessing out.
   4. What a part raises becomes an answer here, and only here. A bug is told as `InternalError`; tracebacks stay inside.
   5. A request whose body was not read ends its connection.
+  6. Several slashes are one: some clients append `/info` to an address, so that `/db/shop/` becomes `/db/shop//info`, and
+     others need the slash at its end, because they resolve `v2/pipeline` against it.
 
 Threads: the event loop's.
 """
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -42,6 +45,7 @@ DEFAULTS = [
     for name, value in (SECURITY_HEADERS | {"cache-control": "no-store"}).items()
 ]
 """Headers of every answer that has none of that name (rule 3), as they are sent."""
+_SLASHES = re.compile("//+")
 
 
 class Edge:
@@ -54,6 +58,8 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or one WebSocket."""
+        if "//" in scope.get("path", ""):
+            scope = {**scope, "path": _SLASHES.sub("/", scope["path"])}
         if scope["type"] == "websocket":
             await self._websocket(scope, receive, send)
         elif scope["type"] == "http":

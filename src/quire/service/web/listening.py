@@ -101,7 +101,10 @@ def tls_context(address: WebAddress, credentials: Credentials) -> ssl.SSLContext
             raise InvalidConfig("a certificate is for https://", hint="listen there, or leave the certificate out")
         return None
     if not all(given):
-        raise InvalidConfig("TLS needs a certificate and its key", hint="give tls_cert_file and tls_key_file")
+        raise InvalidConfig(
+            "TLS needs a certificate and its key",
+            hint="give tls_cert_file and tls_key_file, on the command line `--tls-cert` and `--tls-key`",
+        )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = TLS_MINIMUM
     context.set_alpn_protocols(["http/1.1"])

@@ -108,7 +108,10 @@ class Routes:
         if others:
             wrong = InvalidInput(f"this address has {' and '.join(sorted(others))}", method=method)
             raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, wrong)
-        raise NotFound("there is nothing at this address", hint="docs/dashboard.md lists the addresses")
+        hint = "docs/sql-server.md and docs/dashboard.md list the addresses"
+        if path.startswith("/db/"):
+            hint = "a client's URL for a database ends with a slash, as in http://HOST:PORT/db/shop/"
+        raise NotFound("there is nothing at this address", hint=hint)
 
     # ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def healthz(self, _: WebRequest) -> Response:
