@@ -98,6 +98,13 @@ COUNT = "from shop.models import Item; print('items:', Item.objects.count())"
 
 
 @pytest.mark.slow
+def test_a_project_uses_a_store_that_another_process_serves(project: Path) -> None:
+    with quire.open(project / "store") as store, store.serve():
+        manage(project, "shell", "-c", CREATE)
+        assert "items: 1" in manage(project, "shell", "-c", COUNT)
+
+
+@pytest.mark.slow
 def test_a_project_migrates_tests_and_branches(project: Path) -> None:
     manage(project, "shell", "-c", CREATE)
     assert "items: 1" in manage(project, "shell", "-c", COUNT)

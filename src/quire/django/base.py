@@ -2,7 +2,8 @@
 
 It is Django's own backend for SQLite over `quire.sqlite.dbapi`. `NAME` is a path of a store and a database in it, or a URL
 (`quire:///store/shop?at=monday`). The store stays open until the process ends, since Django closes its connections with each
-request.
+request. If another process owns the store, connections go through its server, without the functions of Python's that Django
+defines (`django_date_trunc` …).
 
 Threads: as Django's connections: one each.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import tee
 from typing import Any
 
@@ -69,7 +71,8 @@ class DatabaseWrapper(base.DatabaseWrapper):
         connection = dbapi.connect(**conn_params)
         if not self.is_in_memory_db() and not (path := database_path(conn_params["database"])).is_read_only:
             hold_store(path.root)
-        register_functions(connection)
+        with suppress(dbapi.NotSupportedError):  # through a server: a query that needs them says which one is missing
+            register_functions(connection)
         connection.execute("PRAGMA foreign_keys = ON")
         for command in filter(None, map(str.strip, self.init_commands)):
             connection.execute(command)

@@ -20,7 +20,7 @@ import atexit
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import parse_qsl, unquote
@@ -150,8 +150,9 @@ def hold_store(root: str) -> None:
     with _holding:
         key = os.path.realpath(root)
         if key not in _held or not _held[key].is_open:
-            _held[key], release = acquire(root, "rw", _open_store, create=True)
-            atexit.register(release)
+            with suppress(StoreLocked):  # another process owns it: connections go through its server
+                _held[key], release = acquire(root, "rw", _open_store, create=True)
+                atexit.register(release)
 
 
 def _open_store(path: str, mode: Mode, create: bool) -> Store:
