@@ -1,6 +1,6 @@
 """Four web workers, each a process of its own, on one store that `quire serve` owns.
 
-The app is an ordinary one: Flask with SQLAlchemy on `quire.sqlite.dbapi`. A worker finds the store owned by another process and
+The app is an ordinary one: Flask with SQLAlchemy. A worker finds the store owned by another process and
 sends its SQL through that process's socket. Each order is also a record of a stream and a counter in a key-value set. Writers
 wait for each other in the owner: nobody hears "database is locked".
 
@@ -23,7 +23,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import flask
@@ -31,7 +30,6 @@ import sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import quire
-from quire.sqlite import dbapi
 
 WORKERS, CLIENTS = 4, 8
 
@@ -48,8 +46,7 @@ class Order(Base):
 
 def engine_of(root: str) -> sa.Engine:
     """SQLAlchemy on the database `shop` of a store, whoever owns that."""
-    creator = partial(dbapi.connect, f"{root}/shop", check_same_thread=False)
-    return sa.create_engine("sqlite://", module=dbapi, poolclass=sa.QueuePool, creator=creator)
+    return sa.create_engine(f"quire:///{root}/shop")
 
 
 def app() -> flask.Flask:

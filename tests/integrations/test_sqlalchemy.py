@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import aiosqlite
@@ -19,7 +20,6 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import quire
 from quire.integrations import aio
-from quire.integrations.sqlalchemy import QuireServerDialect, connect_arguments
 
 ITEMS = sa.Table(
     "items", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("name", sa.String(20))
@@ -134,10 +134,21 @@ def test_alembic_migrates_up_and_down(tmp_path: Path) -> None:
         engine.dispose()
 
 
-def test_the_url_of_a_server_goes_to_the_client() -> None:
-    arguments, options = connect_arguments(sa.make_url("quire+http://host:7448/shop?at=monday&timeout=3"))
-    assert (arguments, options) == (["quire+http://host:7448/shop?at=monday"], {"timeout": 3.0})
-    assert sa.make_url("quire+http://host/shop").get_dialect() is QuireServerDialect
+def test_an_engine_over_the_network_uses_a_client(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store, store.serve("grpc://127.0.0.1:0") as server:
+        store.sqlite("shop", create=True).close()
+        with quire.connect(server.address, token_file=str(tmp_path / "admin.token")) as client:
+            creator = partial(client.sqlite, "shop", check_same_thread=False)
+            engine = sa.create_engine("quire://", creator=creator, poolclass=sa.QueuePool)
+            with engine.begin() as connection:
+                connection.execute(sa.text("create table t as select 1 as a"))
+            assert sa.inspect(engine).get_table_names() == ["t"]
+            engine.dispose()
+
+
+def test_a_url_with_a_host_says_what_to_do() -> None:
+    with pytest.raises(sa.exc.ArgumentError, match="creator="):
+        sa.create_engine("quire://host:7448/shop")
 
 
 CONFIG = """

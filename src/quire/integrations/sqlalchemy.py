@@ -1,4 +1,4 @@
-"""SQLAlchemy dialects: `quire:///store/shop?at=monday`, `quire+aiosqlite:///store/shop`, `quire+http://host:7448/shop`.
+"""SQLAlchemy dialects: `quire:///store/shop?at=monday`, `quire+aiosqlite:///store/shop`.
 
 To SQLAlchemy and Alembic they are SQLite (`dialect.name`), so types, DDL, `INSERT … ON CONFLICT` and batch migrations are those
 of SQLite. After three slashes a path is relative, after four it is absolute. Parameters of the URL that are sqlite3's
@@ -17,6 +17,7 @@ from sqlalchemy import util
 from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_dbapi, SQLiteDialect_aiosqlite
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.engine.url import URL
+from sqlalchemy.exc import ArgumentError
 
 from quire.integrations import aio
 from quire.sqlite import dbapi
@@ -39,9 +40,10 @@ def connect_arguments(url: URL) -> tuple[list[str], dict[str, Any]]:
     rest = {name: value for name, value in url.query.items() if name not in _OPTIONS}
     query = f"?{urlencode(rest)}" if rest else ""
     if url.host:
-        port = f":{url.port}" if url.port else ""
-        scheme = url.drivername.partition("+")[2]
-        return [f"quire+{scheme}://{url.host}{port}/{quote(url.database or '')}{query}"], options
+        raise ArgumentError(
+            f"a URL names a path, not the host {url.host!r}: quire:///store/shop; for a server on another machine use "
+            "create_engine('quire://', creator=…) with quire.connect (docs/integrations.md)"
+        )
     if not url.database or url.database == ":memory:":
         return [":memory:"], options
     options.setdefault("check_same_thread", False)  # a pool hands a connection from thread to thread, one at a time
@@ -62,17 +64,6 @@ class QuireDialect(SQLiteDialect_pysqlite):
     def create_connect_args(self, url: URL) -> Any:
         """From the engine's URL."""
         return connect_arguments(url)
-
-
-class QuireServerDialect(QuireDialect):
-    """`quire+http://`: a database of a store that another process serves. Functions of Python's are not possible there."""
-
-    driver = "http"
-    supports_statement_cache = True
-
-    def on_connect(self) -> Any:
-        """Nothing: SQLAlchemy would register functions of Python's."""
-        return None
 
 
 class _AsyncModule(AsyncAdapt_aiosqlite_dbapi):
