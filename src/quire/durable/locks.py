@@ -223,6 +223,6 @@ def _locked(path: str, holder: LockHolder | None) -> StoreLocked:
     if holder.pid == os.getpid():
         hint = "it is already open in this process: use that one, or close it first"
     else:
-        hint = f"wait for process {holder.pid} to end or stop it, or open with mode='r'"
+        hint = f"wait for process {holder.pid} to end or stop it, use quire.connect if it serves, or open with mode='r'"
     where = {"path": path, "pid": holder.pid, "host": holder.host, "since": moment(holder.since_ms)}
     return StoreLocked("another owner has this open", hint=hint, **where)
