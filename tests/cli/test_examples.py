@@ -52,7 +52,7 @@ IN_ORDER = (
     "archive on", "archive status", "archive drill", "archive audit", "archive abandoned", "restore-db", "backup",
     "archive off",
     "restore-store",
-    "namespace create", "namespace ls", "namespace drop",
+    "namespace create", "namespace ls", "namespace drop", "token create",
     "snapshot drop", "db set", "db set-status", "drop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
 """What a person would do in a new store."""

@@ -64,9 +64,11 @@ from quire.manifest.ops.databases import (
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     DropReader,
+    DropReplicaPositions,
     FollowSqliteFile,
     PruneIdempotency,
     PutReader,
+    PutReplicaPosition,
     RecordMetric,
     RecordVerification,
     SetFloor,
@@ -293,6 +295,8 @@ def _later() -> Iterator[Op]:
     yield from (BeginOwnerEpoch(n, [(n + 4, NamespaceRecord("", f"e{n}", owner_epoch=n))]) for n in (1, 2))
     yield from (RetireObjects("", [("x/base:00000001", 1)]), ForgetRetired([t.retired_digest("", "x/base:00000001")]))
     # the end
+    yield from (PutReplicaPosition(2, 1, frame, 5, 0) for frame in (1, 2))
+    yield DropReplicaPositions(2, [(1, 1)])
     yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))
     yield from (DropDb(1), ForgetPages(1), PruneAudit(1, 2**50), DropDb(3))
     count = t.GC_REFCOUNTS.key.pack(3, ArtifactKind.BASE, 99, 1, 0)

@@ -38,9 +38,11 @@ from quire.manifest.ops.databases import DropDb, RecordLsmEnds, RegisterDb
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     DropReader,
+    DropReplicaPositions,
     FollowSqliteFile,
     PruneIdempotency,
     PutReader,
+    PutReplicaPosition,
     RecordMetric,
     RecordVerification,
     SetFloor,
@@ -297,6 +299,8 @@ def test_job_ids_are_never_reused_by_the_facade(manifest: ManifestStore) -> None
 
 # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 LOCAL: list[Op] = [
+    PutReplicaPosition(1, 1, 1, 5, 0),
+    DropReplicaPositions(1, [(1, 1)]),
     RecordMetric(1, 1, [1.0]),
     RegisterCursor(1, 0, "tail"),
     AcknowledgeChanges(1, 1),

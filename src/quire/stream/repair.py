@@ -265,7 +265,7 @@ class Repair:
 
     # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _survey_segments(self, survey: StreamSurvey) -> None:
-        known, rows = survey.known, self._projection.rows()
+        known, rows, ranges = survey.known, self._projection.rows(), self._projection.range_starts()
         listed = self._projection.facts({info.segment_id: facts_of(info).etag for info in known.segments()})
         here = {segment_id for tier in Tier for segment_id in self._files.segments(tier)}
         strays = self._strays(survey, {segment_id: facts.base_offset for segment_id, facts in listed.items()})
@@ -294,7 +294,7 @@ class Repair:
                     self._put_aside(survey, self._files.segment(tier, segment_id), "its records are in another segment")
                 continue
             last = self._end_of(rows.get(segment_id), segment, hot, remote or warm)
-            if end and facts.base_offset > end:
+            if end and facts.base_offset > end and facts.base_offset not in ranges:
                 survey.lost.append(f"records {end} to {facts.base_offset - 1}: no copy of their segment is known")
             if sealed is not None and hot is None and facts.hot:
                 survey.lost.append(f"records {facts.base_offset} to {last - 1}: segment {segment_id} has no sound copy")

@@ -37,9 +37,7 @@ class Servant:
 
     def sql(self, name: str, *statements: str) -> list[Any]:
         """Run statements in one transaction; the rows of the last one."""
-        connection = self.connections.get(name)
-        if connection is None:
-            connection = self.connections[name] = self.store.sqlite(name, create=True)
+        connection = self._connection(name)
         rows: list[Any] = []
         with connection:
             for statement in statements:
@@ -55,7 +53,7 @@ class Servant:
         self.store.create(name, "pages")
 
     def vacuum(self, name: str) -> None:
-        self.connections[name].execute("VACUUM")
+        self._connection(name).execute("VACUUM")
 
     def mark(self, name: str) -> None:
         """What `rewind` goes back to."""
@@ -75,6 +73,11 @@ class Servant:
         former = f"{name}-of-{self.store.database(name).db_id}"
         self.store.rename(name, former)
         self.store.fork(former, name)
+
+    def _connection(self, name: str) -> Any:
+        if name not in self.connections:  # closed by a rewind
+            self.connections[name] = self.store.sqlite(name, create=True)
+        return self.connections[name]
 
     def _close(self, name: str) -> None:
         connection = self.connections.pop(name, None)

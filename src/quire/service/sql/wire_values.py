@@ -89,7 +89,7 @@ def _blob(text: str) -> bytes:
 def encode_value(value: SqlValue) -> WireValue:
     """A value of SQLite's as clients read it.
 
-    >>> encode_value(7), encode_value(b"1"), encode(encode_value(float("inf")))
+    >>> encode_value(7), encode_value(b"1"), msgspec.json.encode(encode_value(float("inf")))
     (WireInteger(value='7'), WireBlob(base64='MQ'), b'{"type":"float","value":null}')
     """
     return _ENCODERS[type(value)]([value])[0]
