@@ -13,7 +13,8 @@ Rules
   2. A changed page that no tree, free list or pointer map of either version accounts for is an overflow page in both. An UPDATE
      can change it without touching a leaf: then the leaves whose rows lead to such pages are asked of SQLite (`dbstat`), which
      reads the whole table once.
-  3. Where about half of the leaves differ a comparison of everything is as fast, and after VACUUM nothing else is possible.
+  3. Where about half of the leaves differ a comparison of everything is as fast; after VACUUM, and if the table was altered,
+     nothing else is possible.
 
 Tables WITHOUT ROWID, and pages that are not what they should be: everything, or nothing if no page of the tree differs.
 
@@ -82,6 +83,12 @@ class Version:
             pages |= self.tree(root).pages()
         return pages
 
+    def definition(self, table: str) -> list[tuple[str]]:
+        """The SQL by which a table was made and changed."""
+        return list(
+            self.connection.execute("SELECT sql FROM sqlite_schema WHERE type = 'table' AND name = ?", (table,))
+        )
+
     def owners(self, table: str, overflow: Collection[int]) -> set[int]:
         """The leaves of a table whose rows continue in one of these pages. Reads the whole table."""
         sql = "SELECT pageno, pagetype FROM dbstat WHERE schema = 'main' AND name = ?"
@@ -99,6 +106,8 @@ def changed_rowids(
 ) -> list[Rowids]:
     """The rowids among which all rows are that differ: rising, without overlaps; `[EVERYTHING]` if the whole table has to be
     compared. `roots`: where its tree begins in each version; `changed`: the pages that differ, by SQLite's numbers."""
+    if before.definition(table) != after.definition(table):
+        return [EVERYTHING]  # a column that was added has a value in rows that nobody touched
     try:
         old, new = before.tree(roots[0]), after.tree(roots[1])
         own = old.pages() | new.pages()
