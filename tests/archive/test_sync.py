@@ -196,10 +196,11 @@ def held() -> Iterator[threading.Event]:
 
 
 def prepared(everything: Everything) -> Everything:
-    everything.archive.wait(30)
+    everything.archive.wait(60)
     everything.dropped = everything.name()
+    everything.patience(60)  # the bucket answers, but a busy machine takes its time
     everything.store.create(everything.dropped, "pages")
-    everything.archive.wait(30)
+    everything.patience(SYNC_SECONDS)
     return everything
 
 
