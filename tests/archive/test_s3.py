@@ -55,7 +55,13 @@ def restored(store: Store, proxy: FaultyProxy, target: Path) -> dict[str, object
         return contents(made)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+LONG = {"500", "requests are lost"}
+"""Each waits for the client's own retries; lost answers are the hardest of their kind, and stay among the fast tests."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=pytest.mark.slow) if fault in LONG else fault for fault in FAULTS]
+)
 def test_nothing_is_lost(store: Store, proxy: FaultyProxy, tmp_path: Path, fault: str) -> None:  # noqa: F811
     assert store.archive is not None
     fill(store, 0)
