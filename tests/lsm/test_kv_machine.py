@@ -127,7 +127,8 @@ class KvMachine(RuleBasedStateMachine):
         assert allowed, "what is there is no state that was ever acknowledged"
         if outcome is keep_all:
             assert max(self.model.at) in allowed, "a process that dies loses nothing that was written"
-        survived = max(allowed)
+        # Of lsns whose states are equal those above the last one are lost, and are given again.
+        survived = max(lsn for lsn in allowed if lsn <= self.kv.last_lsn)
         self.model.at = {lsn: state for lsn, state in self.model.at.items() if lsn <= survived}
         self.model.now = self.model.at[survived]
         if self.kv.last_lsn > survived:  # lsns may have been reserved beyond it
@@ -154,3 +155,15 @@ class KvMachine(RuleBasedStateMachine):
 
 
 TestKvMachine = KvMachine.TestCase
+
+
+def test_an_lsn_that_is_given_again_after_a_crash_is_the_newest_state() -> None:
+    """Deletes of what is not there make states that are equal: which of them a crash has lost, only the last lsn tells."""
+    machine = KvMachine()
+    machine.begin()
+    for _ in range(2):
+        machine.write({b"": None}, sync=False)
+    machine.crash(drop_all)
+    machine.load({b"": b""}, parts=1)
+    machine.crash(keep_all)
+    machine.teardown()
