@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def dbapi_cost(report: Report, directory: Path, quick: bool) -> None:
         ("dbapi_small_statements", small, 1.15),
         ("dbapi_small_in_transaction", in_transaction, None),
     ):
-        mine, theirs = alternate(5 if quick else 9, lambda: _cpu(work, ours), lambda: _cpu(work, standard))  # noqa: B023 - used at once
+        mine, theirs = alternate(5 if quick else 9, partial(_cpu, work, ours), partial(_cpu, work, standard))
         report.ratio(name, mine / theirs, target, "lower", f"{mine * 1e3:.0f} ms against {theirs * 1e3:.0f}")
     ours.close()
     standard.close()
