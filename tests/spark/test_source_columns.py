@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import InvalidInput
-from quire.spark.sources import sqlite_columns
-from quire.spark.sources.sqlite_columns import ColumnQuery, cut, gathered, row_batches, texts, windows
-from quire.spark.sources.sqlite_tables import find_table
+from quire.sqlite import arrow_rows
+from quire.sqlite.arrow_rows import ColumnQuery, cut, gathered, row_batches, texts, windows
+from quire.sqlite.tables import find_table
 from quire.sqlite.trees import LEAST, MOST, Rowids
 
 WANTED = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("s", pa.string())])
@@ -68,7 +68,7 @@ def listed(made: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]:
 def test_columns_are_what_rows_are(ids: set[int], values: list[tuple[Any, Any]], first: int) -> None:
     """Gaps, NULLs, escapes, misfits and all: the same values, each row once."""
     with closing(apsw.Connection(":memory:")) as connection, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sqlite_columns, "FIRST_ROWIDS", first)
+        patch.setattr(arrow_rows, "FIRST_ROWIDS", first)
         connection.execute(MAKE)
         rows = [(number, *values[place % len(values)]) for place, number in enumerate(sorted(ids))]
         connection.executemany("INSERT INTO t(id, n, s) VALUES (?, ?, ?)", rows)

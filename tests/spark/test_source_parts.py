@@ -28,8 +28,9 @@ from quire.spark.access import access_of, options_of
 from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
 from quire.spark.sources.diff import merged
-from quire.spark.sources.sqlite_columns import STEP_ROWS, column, gathered, row_batches
-from quire.spark.sources.views import DatabaseVersion, ReadAhead, ViewPiece, dealt, opened
+from quire.spark.sources.views import DatabaseVersion, ViewPiece, dealt, opened
+from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered, row_batches
+from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.trees import LEAST, MOST, rowid_ranges, varint
 from tests.spark.sourced import QUIET
 

@@ -62,7 +62,7 @@ from quire.spark.sources.base import (
     SourceReader,
     default_partitions,
 )
-from quire.spark.sources.sqlite_columns import gathered, numbers, texts
+from quire.sqlite.arrow_rows import gathered, numbers, texts
 
 if TYPE_CHECKING:
     from quire.manifest.change import CursorInfo

@@ -34,16 +34,13 @@ from quire.pages.framemap import FrameMap, Regions
 from quire.pages.snapshot import SCAN_PAGES
 from quire.pages.view import LINK_DTYPE, ViewReader
 from quire.spark.sources.base import Options, QuireSource, SourceReader
-from quire.spark.sources.sqlite import connected, find_in
-from quire.spark.sources.sqlite_columns import gathered, row_batches
-from quire.spark.sources.sqlite_tables import (
-    SqliteTable,
-    find_table,
-    quoted,
-    table_schema,
-)
-from quire.spark.sources.views import DatabaseVersion, ReadAhead, VersionRequest, opened
+from quire.spark.sources.sqlite import find_in
+from quire.spark.sources.sqlite_tables import table_schema
+from quire.spark.sources.views import DatabaseVersion, VersionRequest, opened
+from quire.sqlite.arrow_rows import gathered, row_batches
+from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.row_changes import Version, changed_rowids
+from quire.sqlite.tables import SqliteTable, connected, find_table, quoted
 from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
 
 if TYPE_CHECKING:

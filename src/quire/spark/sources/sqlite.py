@@ -7,7 +7,7 @@
 Reading: executors read chunks with SQLite's own code over a read-only file system (`quire.sqlite.files`); the owner is
 asked when the query is planned, and not again.
 
-- A large table is cut into ranges of rowids (`sqlite_tables.py`); a database below `PIECE_BYTES` is one piece.
+- A large table is cut into ranges of rowids (`sqlite/trees.py`); a database below `PIECE_BYTES` is one piece.
 - With `databases` rows begin with `_database`, the name of theirs.
 - `where` is a condition for SQLite, checked when the query is planned and again in each database (`sqlite/where_clause.py`).
   Filters of Spark's stay Spark's: a reader that takes them answers later queries with them
@@ -34,7 +34,7 @@ same transaction): `database`, `table`, `create` (the default is `true`: make a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,16 +64,11 @@ from quire.core.limits import MIB
 from quire.service.tickets import LOAD_PUT, PutPart
 from quire.spark.sources import views
 from quire.spark.sources.base import LoadWriter, Options, QuireSource
-from quire.spark.sources.sqlite_columns import ColumnQuery, gathered, row_batches, windows
-from quire.spark.sources.sqlite_tables import (
-    DATABASE,
-    SqliteTable,
-    find_table,
-    quoted,
-    table_schema,
-)
-from quire.spark.sources.views import DatabaseVersion, PiecesReader, ReadAhead, VersionRequest, ViewPiece, dealt, opened
-from quire.sqlite.files import open_reader
+from quire.spark.sources.sqlite_tables import table_schema
+from quire.spark.sources.views import DatabaseVersion, PiecesReader, VersionRequest, ViewPiece, dealt, opened
+from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, windows
+from quire.sqlite.read_ahead import ReadAhead
+from quire.sqlite.tables import DATABASE, SqliteTable, connected, find_table, quoted
 from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
 from quire.sqlite.where_clause import bracketed, check_condition
 
@@ -218,16 +213,6 @@ def _selected(table: SqliteTable, schema: StructType, database: str, is_many: bo
             raise InvalidInput("the table has no such column", hint=hint, column=name, database=database)
         shown.append(quoted(column.name))
     return shown, values
-
-
-@contextmanager
-def connected(source: Any) -> Iterator[Connection]:
-    """SQLite over a version."""
-    connection = open_reader(source)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _described(client: Client, request: VersionRequest, options: Options) -> SqliteTable:

@@ -36,7 +36,7 @@ import pyarrow as pa
 
 from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
-from quire.spark.sources.sqlite_tables import DATABASE, SqliteTable, affinity, quoted
+from quire.sqlite.tables import DATABASE, SqliteTable, affinity, quoted
 from quire.sqlite.trees import Rowids
 
 if TYPE_CHECKING:

@@ -1,0 +1,142 @@
+"""A SQLite table as other programs see it: its columns, their Arrow types, and whether its rows have rowids.
+
+- The declared type decides: …INT… is `bigint`; …CHAR…, …CLOB…, …TEXT…, …DATE…, …TIME… and nothing at all are `string`; …BLOB…
+  is `binary`; …REAL…, …FLOA…, …DOUB…, NUMERIC and DECIMAL are `double`; …BOOL… is `boolean`. Anything else is `string`.
+  SQLite takes it as advice, and stores any value in any column.
+- Columns that SQLite computes are columns like any other; hidden ones of virtual tables are not read.
+- Ranges of rowids are cut at the upper pages of the table's own tree (`sqlite/trees.py`), so that gaps and dense stretches of
+  rowids do no harm. Views, virtual tables and tables WITHOUT ROWID are read in one piece.
+
+Importable on executors. Raises `NotFound` for a table that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from quire.core.errors import NotFound
+from quire.sqlite.files import open_reader
+
+if TYPE_CHECKING:
+    from quire.sqlite.connect import Connection
+
+DATABASE = "_database"
+"""The column that says which database a row is of, when there are several."""
+
+ROWID_NAMES = ("rowid", "_rowid_", "oid")
+
+_HIDDEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column, and what was declared."""
+
+    name: str
+    declared: str
+
+
+@dataclass(frozen=True, slots=True)
+class SqliteTable:
+    """A table of a database."""
+
+    name: str
+    columns: tuple[Column, ...]
+    root: int
+    """SQLite's page where its tree begins; 0 if it has none."""
+    rowid: str
+    """By what name rows are counted; empty if they are not."""
+    key: tuple[str, ...]
+    """The columns of its primary key."""
+
+    def column(self, name: str) -> Column | None:
+        """A column by name, as SQLite compares names."""
+        return next((column for column in self.columns if column.name.lower() == name.lower()), None)
+
+
+def quoted(name: str) -> str:
+    """A name as SQL has it.
+
+    >>> quoted('odd"name')
+    '"odd""name"'
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
+def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
+    """A table of a database, by the name SQLite knows it by."""
+    rows = _all(connection, "SELECT schema, name, type, wr FROM pragma_table_list(?)", name)
+    listed = next((row for row in rows if row[0] == "main"), None)
+    if listed is None:
+        known = [row[0] for row in _all(connection, "SELECT name FROM sqlite_schema WHERE type = 'table' LIMIT 10")]
+        raise NotFound(
+            "the database has no such table", hint=f"it has: {', '.join(known)}", table=name, database=database
+        )
+    _, name, kind, without_rowid = listed
+    info = _all(connection, "SELECT name, type, pk, hidden FROM pragma_table_xinfo(?)", name)
+    columns = tuple(Column(column, declared or "") for column, declared, _, hidden in info if hidden != _HIDDEN)
+    taken = {column.name.lower() for column in columns}
+    free = next((alias for alias in ROWID_NAMES if alias not in taken), "")
+    has_rowid = kind == "table" and not without_rowid
+    root = _all(connection, "SELECT rootpage FROM sqlite_schema WHERE type = 'table' AND name = ?", name)
+    key = tuple(row[0] for row in sorted((row for row in info if row[2]), key=lambda row: row[2]))
+    return SqliteTable(
+        name=name,
+        columns=columns,
+        root=(root[0][0] or 0) if root else 0,
+        rowid=free if has_rowid else "",
+        key=key,
+    )
+
+
+def arrow_type(declared: str) -> pa.DataType:
+    """The Arrow type of a declared SQLite type; `string` for what is unknown.
+
+    >>> [str(arrow_type(name)) for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
+    ['string', 'int64', 'double', 'string', 'bool', 'binary']
+    """
+    text = declared.upper()
+    if "INT" in text:
+        return pa.int64()
+    if any(word in text for word in ("CHAR", "CLOB", "TEXT", "DATE", "TIME")):
+        return pa.string()
+    if "BLOB" in text:
+        return pa.binary()
+    if any(word in text for word in ("REAL", "FLOA", "DOUB", "NUMERIC", "DECIMAL")):
+        return pa.float64()
+    return pa.bool_() if "BOOL" in text else pa.string()
+
+
+def affinity(declared: str) -> str:
+    """What SQLite itself makes of a declared type (https://www.sqlite.org/datatype3.html#determination_of_column_affinity).
+
+    >>> [affinity(name) for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "DATE", "double")]
+    ['text', 'integer', 'numeric', 'blob', 'numeric', 'real']
+    """
+    text = declared.upper()
+    if "INT" in text:
+        return "integer"
+    if any(word in text for word in ("CHAR", "CLOB", "TEXT")):
+        return "text"
+    if "BLOB" in text or not text:
+        return "blob"
+    return "real" if any(word in text for word in ("REAL", "FLOA", "DOUB")) else "numeric"
+
+
+@contextmanager
+def connected(source: Any) -> Iterator[Connection]:
+    """SQLite over a version."""
+    connection = open_reader(source)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _all(connection: Connection, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    return list(connection.execute(sql, values))
