@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import sqlite3
 from contextlib import suppress
 
 import apsw
@@ -109,6 +110,35 @@ def test_errors_are_those_of_pep_249(store: Store, wrapped: dbapi.Connection, co
     wrapped.close()
     with pytest.raises(dbapi.ProgrammingError):
         wrapped.execute("select 1")
+
+
+def test_programs_may_catch_and_ask_for_what_the_standard_library_names(wrapped: dbapi.Connection) -> None:
+    wrapped.row_factory = sqlite3.Row
+    for row in (
+        wrapped.execute('select 7 as Id, \'tea\' as "a ""b"').fetchone(),
+        wrapped.cursor().execute('select 7 as Id, \'tea\' as "a ""b"').fetchall()[0],
+    ):
+        assert type(row) is sqlite3.Row
+        assert (row["id"], row.keys(), tuple(row)) == (7, ["Id", 'a "b'], (7, "tea"))
+    with pytest.raises(sqlite3.IntegrityError) as caught:
+        wrapped.execute("insert into t(id) values (1)")
+    assert isinstance(caught.value, sqlite3.DatabaseError | dbapi.IntegrityError)
+    for name in ("Warning", "Error", "InterfaceError", "DatabaseError", "OperationalError", "ProgrammingError"):
+        assert issubclass(getattr(dbapi, name), getattr(sqlite3, name))
+
+
+def test_a_cursor_that_runs_a_statement_while_it_is_iterated_goes_on_with_that_one(wrapped: dbapi.Connection) -> None:
+    """Cursors whose statement has ended leave what they ran on to others."""
+    cursor = wrapped.execute("select id from t order by id limit 2")
+    seen = [next(iter(cursor))[0]]
+    assert wrapped.execute("select 8").fetchone() == (8,)
+    assert cursor.fetchall() == [(1,)]
+    other = wrapped.execute("select 9 union all select 10")
+    for (number,) in cursor.execute("select 11 union all select 12"):
+        seen.append(number)
+        if number == 12:
+            cursor.execute("select 13 union all select 14")
+    assert (seen, other.fetchall()) == ([0, 11, 12, 13, 14], [(9,), (10,)])
 
 
 def test_every_error_of_ours_has_a_code_of_sqlites() -> None:

@@ -21,8 +21,8 @@ from apsw import Connection as SqliteConnection
 
 from quire.sqlite.pep249 import callbacks, driver, errors
 from quire.sqlite.pep249.blob import Blob, open_blob
-from quire.sqlite.pep249.cursor import Cursor, Known
-from quire.sqlite.pep249.driver import Driver, LocalDriver, Parameters
+from quire.sqlite.pep249.cursor import Cursor, Known, RowFactory, row_factory_of
+from quire.sqlite.pep249.driver import Driver, DriverCursor, LocalDriver, Parameters
 from quire.sqlite.pep249.dump import dump
 from quire.sqlite.pep249.errors import TRANSLATED, DataError, NotSupportedError, OperationalError, ProgrammingError
 
@@ -95,12 +95,16 @@ class Connection:
         self._thread = get_ident() if check_same_thread else 0
         self._detect_types = detect_types
         self._statements: dict[str, Known] = {}
+        self._spare: DriverCursor | None = None
+        """What the next statement runs on: cursors whose statement has ended leave theirs here."""
         self._statements_max = max(cached_statements, 1)
         self._level = level
         self._control: bool | int = control
         self._begin: str | None = None
         self._text_factory: Any = str
-        self.row_factory: Callable[[Any, tuple[Any, ...]], Any] | None = None
+        self._converts = bool(detect_types)
+        self._makes_plain_cursors = type(self).cursor is Connection.cursor
+        self.row_factory: RowFactory | None = None
         self._initialised = True
         self._set_begin()
         if control is False:
@@ -115,13 +119,14 @@ class Connection:
             if not issubclass(type(cursor), Cursor):  # whatever its `__class__` says
                 raise TypeError(f"factory must return a cursor, not {type(cursor).__name__}")
             if self.row_factory is not None:
-                cursor.row_factory = self.row_factory
+                cursor.row_factory = row_factory_of(self)
         return cursor
 
     def execute(self, sql: str, parameters: Parameters = (), /) -> Any:
         """Run a statement on a new cursor."""
-        cursor = Cursor(self) if type(self).cursor is Connection.cursor else self.cursor()
-        return cursor.execute(sql, parameters)
+        if self._makes_plain_cursors:
+            return Cursor.executed(self, sql, parameters)
+        return self.cursor().execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Any:
         """Run a statement for each of these on a new cursor."""
@@ -243,6 +248,7 @@ class Connection:
     @text_factory.setter
     def text_factory(self, factory: Any) -> None:
         self._text_factory = factory
+        self._converts = factory is not str or bool(self._detect_types)
 
     @property
     def apsw(self) -> SqliteConnection:
@@ -409,7 +415,7 @@ class Connection:
         if not self._initialised:
             raise ProgrammingError("Base Connection.__init__ not called.")
         self._require_thread()
-        driver, self._driver = self._driver, None
+        driver, self._driver, self._spare = self._driver, None, None
         if driver is not None:
             with TRANSLATED:
                 driver.close()

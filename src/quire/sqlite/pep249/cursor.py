@@ -13,10 +13,12 @@ Threads: as its connection.
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Never, Self
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import apsw
 
@@ -24,11 +26,13 @@ from quire.core.errors import QuireError
 from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bindings, convert, converter_of, overrides
 from quire.sqlite.pep249.driver import Columns, DriverCursor, Parameters, Prepared
 from quire.sqlite.pep249.errors import TRANSLATED, OperationalError, ProgrammingError, translated
+from quire.sqlite.pep249.row import standard_row
 from quire.sqlite.pragmas import ANSWERED
 
 if TYPE_CHECKING:
     from quire.sqlite.pep249.connection import Connection
 
+RowFactory = Callable[[Any, tuple[Any, ...]], Any]
 Description = tuple[tuple[str, None, None, None, None, None, None], ...]
 
 PARSE_DECLTYPES, PARSE_COLNAMES = 1, 2
@@ -37,6 +41,7 @@ _WRITING = ("insert", "update", "delete", "replace")
 _BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
 """White space and comments. A comment that nothing ends goes to the end."""
 _PRAGMA = re.compile(_BLANK.pattern + r"pragma\s+(?:[^\s.=(;]+\.)?(\w+)", re.DOTALL | re.IGNORECASE)
+_new = object.__new__
 _UNTYPED = (None,) * 6
 """Of a column in `description`: only its name is told, as in sqlite3."""
 
@@ -50,6 +55,16 @@ class Known:
     writes: bool
     columns: Columns = ()
     description: Any = None
+
+
+class _Idle:
+    """Stands for the driver's cursor while there is no statement: that of an earlier one serves the next."""
+
+    def close(self, force: bool, /) -> None:
+        """Nothing is open."""
+
+
+IDLE: DriverCursor = cast(DriverCursor, _Idle())
 
 
 class Cursor:
@@ -66,6 +81,7 @@ class Cursor:
     _converters: list[Converter | None] | None = None
     _ready = False
     _locked = False
+    row_factory: RowFactory | None = None
 
     def __init__(self, connection: Connection, /) -> None:
         """A cursor of a connection."""
@@ -75,27 +91,41 @@ class Cursor:
             require = connection._require
         except AttributeError:
             raise TypeError(f"Cursor() argument 1 must be a Connection, not {type(connection).__name__}") from None
-        self._cursor = require().cursor()
+        require()
+        self._cursor = IDLE
         self.connection = connection
-        self.row_factory: Callable[[Any, tuple[Any, ...]], Any] | None = connection.row_factory
+        self.row_factory = row_factory_of(connection)
         self._ready = True
 
     # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # The next two and `fetchone` are most of what a small statement costs. They check in place what `_open` checks, and read
+    # attributes of the instance, which Python finds in half the time that those of a class take.
+    @staticmethod
+    def executed(connection: Connection, sql: str, parameters: Parameters) -> Cursor:
+        """A new cursor that has run a statement."""
+        cursor: Cursor = _new(Cursor)
+        cursor._cursor = IDLE
+        cursor.connection = connection
+        cursor.row_factory = None if connection.row_factory is None else row_factory_of(connection)
+        cursor._ready = True
+        cursor._locked = False
+        return cursor.execute(sql, parameters)
+
     def execute(self, sql: str, parameters: Parameters = (), /) -> Self:
-        """Run one statement, up to its first row."""
+        """Run one statement, up to its first row. What runs inside of it and uses this cursor again is refused by apsw."""
         cursor = self._cursor
         if cursor is None or self._locked:
             self._refuse()
         connection = self.connection
-        driver = connection._require()
-        if self.rowcount != -1 or self.description is not None:
-            self._forget()
-        self._locked = True
+        driver = connection._driver
+        if driver is None or (connection._thread and connection._thread != get_ident()):
+            driver = connection._require()
+        if cursor is IDLE:
+            cursor, connection._spare = connection._spare or driver.cursor(), None
+            self._cursor = cursor
         try:
-            if type(parameters) is not tuple and type(parameters) is not dict:
-                parameters = as_bindings(parameters)
-            if overrides:
-                parameters = adapt_all(parameters)
+            if overrides or (type(parameters) is not tuple and type(parameters) is not dict):
+                parameters = self._adapted(parameters)
             known = connection._statements.get(sql)
             if known is None:
                 known = self._examine(cursor, sql, parameters)
@@ -103,8 +133,8 @@ class Cursor:
                 if known.writes and connection._begin is not None and driver.get_autocommit():
                     driver.script(connection._begin)
                 cursor.execute(known.sql, parameters)
+            self.rowcount, self._writes, self.description = -1, False, known.description
             if known.columns:
-                self.description = known.description
                 if known.writes:
                     self.rowcount, self._writes = 0, True
                 self._ahead = next(cursor, None)
@@ -114,14 +144,25 @@ class Cursor:
                     self._describe_anew(cursor, known)
                 if connection._detect_types:
                     self._find_converters(known.columns)
-            elif known.writes:
-                self.rowcount = driver.changes()
+            else:
+                self._ahead = None
+                if known.writes:
+                    self.rowcount = driver.changes()
+                self._cursor, connection._spare = IDLE, cursor
             self.lastrowid = driver.last_insert_rowid()
         except Exception as error:
             self._fail(error)
+        return self
+
+    def _adapted(self, parameters: Any) -> Any:
+        """Parameters as apsw takes them. Somebody's sequence or adapter must not use the cursor meanwhile."""
+        self._locked = True
+        try:
+            if type(parameters) is not tuple and type(parameters) is not dict:
+                parameters = as_bindings(parameters)
+            return adapt_all(parameters) if overrides else parameters
         finally:
             self._locked = False
-        return self
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Self:
         """Run one statement that writes for each of these. Rows that it returns are dropped."""
@@ -162,13 +203,11 @@ class Cursor:
 
     def _begin(self) -> DriverCursor:
         """Forget the statement before."""
-        cursor = self._open()
-        self._forget()
-        return cursor
-
-    def _forget(self) -> None:
+        if (cursor := self._open()) is IDLE:
+            cursor = self._cursor = self.connection._require().cursor()
         self._ahead = self.description = self._converters = None
         self._writes, self.rowcount = False, -1
+        return cursor
 
     def _examine(self, cursor: DriverCursor, sql: str, parameters: Any, *, many: bool = False) -> Known:
         """Run a statement whose text is new to the connection."""
@@ -212,20 +251,24 @@ class Cursor:
     # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def fetchone(self) -> Any:
         """The next row, if there is one."""
-        cursor, row = self._cursor, self._ahead
+        cursor, row, connection = self._cursor, self._ahead, self.connection
         if cursor is None or self._locked:
             self._refuse()
-        self.connection._require()
+        if connection._driver is None or (connection._thread and connection._thread != get_ident()):
+            connection._require()
         if row is None:
             return None
-        if self._converters is not None or self.connection._text_factory is not str:
+        if connection._converts:
             row = self._converted(row)
         try:
             self._ahead = next(cursor, None)
         except Exception as error:
             self._fail(error)
-        if self._writes and self._ahead is None:
-            self._end()
+        if self._ahead is None:
+            if self._writes:
+                self._end()
+            else:
+                self._cursor, connection._spare = IDLE, cursor
         factory = self.row_factory
         return row if factory is None else factory(self, row)
 
@@ -252,7 +295,7 @@ class Cursor:
 
     def _taken(self, cursor: DriverCursor, rows: Iterator[Any]) -> list[Any]:
         """These, of which the first is the one that was ahead, as the row factory wants them."""
-        if self._converters is not None or self.connection._text_factory is not str:
+        if self.connection._converts:
             rows = map(self._converted, rows)
         try:
             taken = list(rows)
@@ -282,24 +325,28 @@ class Cursor:
             self._locked = False
 
     def _end(self) -> None:
-        """The statement has returned its last row."""
+        """The statement has returned its last row: another cursor may have what it ran on."""
+        connection = self.connection
         if self._writes:
-            self.rowcount, self._writes = self.connection._require().changes(), False
+            self.rowcount, self._writes = connection._require().changes(), False
+        connection._spare, self._cursor = self._cursor, IDLE
 
     def __iter__(self) -> Iterator[Any]:
         """The rows that are left. A generator takes half the time of `__next__`; it looks at the same row ahead, so both may
         be mixed."""
-        cursor = self._open()
+        self._open()
         connection = self.connection
         while (row := self._ahead) is not None:
-            if self.row_factory is not None or self._converters is not None or connection._text_factory is not str:
+            if self.row_factory is not None or connection._converts:
                 yield self.fetchone()
                 continue
+            if (cursor := self._cursor) is None:
+                self._refuse()
             try:
                 self._ahead = next(cursor, None)
             except Exception as error:
                 self._fail(error)
-            if self._writes and self._ahead is None:
+            if self._ahead is None:
                 self._end()
             yield row
 
@@ -340,18 +387,25 @@ class Cursor:
 
     def _fail(self, error: Exception) -> Never:
         """Raise what sqlite3 would, and leave a cursor that can be used again."""
-        cursor, self._ahead, self.rowcount, self._writes = self._cursor, None, -1, False
+        cursor, description = self._cursor, self.description
+        self._ahead, self.rowcount, self._writes, self.description = None, -1, False, None
         if isinstance(error, UnicodeDecodeError):
-            names = "' or '".join(column[0] for column in self.description or ())
+            names = "' or '".join(column[0] for column in description or ())
             text = bytes(error.object).decode(errors="replace")
             raise OperationalError(f"Could not decode to UTF-8 column '{names}' with text '{text}'") from error
         if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
-            self._cursor = self.connection._require().cursor()  # the old one, dropped here, ends its statement
+            self._cursor = IDLE  # the old one, dropped here, ends its statement
         if isinstance(error, apsw.Error | QuireError):
             raise translated(error) from error
         if (wanted := as_sqlite3(error)) is error:
             raise error
         raise wanted from error
+
+
+def row_factory_of(connection: Connection) -> RowFactory | None:
+    """What makes rows for the cursors of a connection. `sqlite3.Row` takes no cursor but the standard library's."""
+    factory = connection.row_factory
+    return standard_row if factory is sqlite3.Row else factory
 
 
 class _Many:

@@ -7,11 +7,15 @@
     ...     print(error, error.sqlite_errorcode, error.sqlite_errorname)
     no such table: nosuch 1 SQLITE_ERROR
 
+Each is also the standard library's exception of its name, so that `except sqlite3.IntegrityError` of a program, or of a library
+that it uses, holds for these connections too.
+
 Threads: any.
 """
 
 from __future__ import annotations
 
+import sqlite3
 from types import TracebackType
 
 import apsw
@@ -19,46 +23,46 @@ import apsw
 from quire.core.errors import QuireError
 
 
-class Warning(Exception):  # noqa: A001 - PEP 249 gives the name
+class Warning(sqlite3.Warning):  # noqa: A001 - PEP 249 gives the name
     """Something important to say."""
 
 
-class Error(Exception):
+class Error(sqlite3.Error):
     """The root of everything raised here. What SQLite has reported has its extended code and the code's name."""
 
     sqlite_errorcode: int
     sqlite_errorname: str
 
 
-class InterfaceError(Error):
+class InterfaceError(Error, sqlite3.InterfaceError):
     """The module was used wrongly."""
 
 
-class DatabaseError(Error):
+class DatabaseError(Error, sqlite3.DatabaseError):
     """Something about the database."""
 
 
-class DataError(DatabaseError):
+class DataError(DatabaseError, sqlite3.DataError):
     """A value that does not fit."""
 
 
-class OperationalError(DatabaseError):
+class OperationalError(DatabaseError, sqlite3.OperationalError):
     """Not of the programmer's making: locked, full, gone, a mistake in SQL."""
 
 
-class IntegrityError(DatabaseError):
+class IntegrityError(DatabaseError, sqlite3.IntegrityError):
     """A constraint."""
 
 
-class InternalError(DatabaseError):
+class InternalError(DatabaseError, sqlite3.InternalError):
     """A bug."""
 
 
-class ProgrammingError(DatabaseError):
+class ProgrammingError(DatabaseError, sqlite3.ProgrammingError):
     """A closed connection, a wrong number of parameters."""
 
 
-class NotSupportedError(DatabaseError):
+class NotSupportedError(DatabaseError, sqlite3.NotSupportedError):
     """SQLite cannot, or this connection cannot."""
 
 

@@ -1,11 +1,16 @@
 """`Row`: a row whose values are also had by the names of its columns, whatever their case, as sqlite3's.
 
+A program may also ask for `sqlite3.Row` itself: its rows are then the standard library's.
+
 Threads: any.
 """
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import lru_cache
 from typing import Any, Self, overload
 
 
@@ -71,6 +76,26 @@ class Row:
 
     def __repr__(self) -> str:
         return f"<{type(self).__module__}.{type(self).__qualname__} object at {id(self):#x}>"
+
+
+def standard_row(cursor: Any, data: tuple[Any, ...]) -> sqlite3.Row:
+    """The standard library's row of these values, for `row_factory = sqlite3.Row`.
+
+    >>> class Asked:
+    ...     description = (("Id",), ('a "b"',))
+    >>> row = standard_row(Asked, (7, "tea"))
+    >>> type(row), row["ID"], row.keys()
+    (<class 'sqlite3.Row'>, 7, ['Id', 'a "b"'])
+    """
+    return sqlite3.Row(_standard_cursor(tuple(column[0] for column in cursor.description)), data)
+
+
+@lru_cache(maxsize=256)
+def _standard_cursor(names: tuple[str, ...]) -> sqlite3.Cursor:
+    """A cursor whose columns have these names. `sqlite3.Row` takes names from nothing else."""
+    columns = ", ".join('0 AS "{}"'.format(name.replace('"', '""')) for name in names)
+    with closing(sqlite3.connect(":memory:")) as connection:
+        return connection.execute(f"SELECT {columns}")
 
 
 def _same(name: str, key: str) -> bool:
