@@ -6,7 +6,7 @@ import datetime as dt
 import ipaddress
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from cryptography.x509.oid import NameOID
 import quire
 from quire.service import admission, wire
 from quire.service.client import Client
-from quire.service.messages import Role
-from quire.service.tokens import Tokens, ensure_token, read_token
+from quire.service.grants import Grant
+from quire.service.signed_tokens import create_token
+from quire.service.tokens import Tokens, bearer, ensure_token, read_token
+from quire.sqlite import dbapi
 from quire.store.store import Store
+from quire.testing.clock import ManualClock
 from tests.service.world import reserve, settings
 
 LOCAL = "127.0.0.1:0"
@@ -113,14 +116,77 @@ def test_no_token_a_wrong_one_and_a_cut_one_are_refused_and_told(
             if wrong:
                 file.touch(0o600)
                 file.write_text(wrong)
-            with pytest.raises(quire.AccessDenied):
+            with pytest.raises(quire.Unauthenticated):
                 connected(server.address, str(file) if wrong else "")
         assert server.figures().refused == len(refused) == 5
-        assert [each["reason"] for each in refused] == ["the call shows no token"] + [
-            "the call shows a wrong token"
-        ] * 4
+        assert [each["reason"] for each in refused] == ["the call shows no token"] + ["the token is wrong"] * 4
         assert all(good not in str(each) for each in refused)
         assert server.figures().calls == 0
+
+
+@pytest.fixture
+def signed(owned: Store, tmp_path: Path) -> Callable[..., str]:
+    """Makes a file with a signed token."""
+
+    def make(*databases: str, **more: Any) -> str:
+        file = tmp_path / f"{'-'.join(databases)}{more}.token"
+        file.touch(0o600)
+        file.write_text(create_token(owned.path, databases, **more))
+        return str(file)
+
+    return make
+
+
+def test_a_signed_token_allows_its_databases_and_nothing_else(owned: Store, signed: Callable[..., str]) -> None:
+    owned.sqlite("shop", create=True).execute("create table t(x); insert into t values (1)")
+    for name in ("clicks", "other"):
+        owned.create(name, "stream")
+    for name in ("sessions", "secret"):
+        owned.create(name, "lsm")
+    with owned.serve(f"grpc://{LOCAL}") as server:
+        with connected(server.address, signed("shop", "clicks", "sessions")) as client:
+            assert client.server.role == "jwt"
+            assert (client.path, client.objects_url) == ("", "")  # nothing of its business
+            shop = client.sqlite("shop")
+            shop.execute("insert into t values (2)")
+            shop.commit()
+            assert shop.execute("select sum(x) from t").fetchone() == (3,)
+            client.stream("clicks").append([b"a"]).result()
+            client.kv("sessions").put(b"k", b"v")
+            assert client.database("shop").name == "shop"
+            refused: list[Callable[[], object]] = [
+                lambda: client.stream("other"),
+                lambda: client.kv("secret"),
+                lambda: client.sqlite("missing").execute("select 1"),
+                lambda: client.database("other"),
+                client.databases,
+                client.info,
+                client.feed.head,
+                lambda: client.table("db"),
+                lambda: client.drop("shop"),
+                lambda: client.snapshot("shop"),
+                lambda: client.lend(["shop"], 1),
+                lambda: client.sqlite("shop", create=True).execute("select 1"),
+            ]
+            for call in refused:
+                with pytest.raises((quire.AccessDenied, dbapi.Error), match="token"):
+                    call()
+        with connected(server.address, signed("shop", "clicks", "sessions", read_only=True)) as client:
+            assert client.sqlite("shop").execute("select sum(x) from t").fetchone() == (3,)
+            with pytest.raises(dbapi.OperationalError, match="readonly"):
+                client.sqlite("shop").execute("insert into t values (4)")
+            for write in (
+                lambda: client.stream("clicks").append([b"b"]).result(),
+                lambda: client.kv("sessions").put(b"k", b"w"),
+            ):
+                with pytest.raises(quire.AccessDenied, match="written"):
+                    write()
+
+
+def test_a_signed_token_that_has_expired_is_refused_at_the_next_call(owned: Store, signed: Callable[..., str]) -> None:
+    owned.create("clicks", "stream")
+    with owned.serve(f"grpc://{LOCAL}") as server, pytest.raises(quire.Unauthenticated, match="expired"):
+        connected(server.address, signed("clicks", ttl_seconds=60, clock=ManualClock(now_ms=0)))
 
 
 def test_a_token_from_the_environment_and_files_of_ones_own(
@@ -142,7 +208,7 @@ def test_token_files_others_may_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(quire.InvalidConfig, match="others may read"):
         read_token(str(file))
     file.chmod(0o600)
-    for text in ("", "short", "x" * 15, "é" * 30, "a" * 5_000, "two\nlines of a token"):
+    for text in ("", "short", "x" * 15, "é" * 30, "a" * 20_000, "two\nlines of a token"):
         file.write_text(text)
         with pytest.raises(quire.InvalidConfig):
             read_token(str(file))
@@ -154,10 +220,10 @@ def test_the_two_tokens_differ() -> None:
     with pytest.raises(quire.InvalidConfig):
         Tokens(admin="same", read="same")
     tokens = Tokens(admin="a" * 20, read="r" * 20)
-    assert tokens.access("Bearer " + "a" * 20) is Role.ADMIN
-    assert tokens.access("bearer " + "r" * 20) is Role.READ
+    assert tokens.grant(bearer("Bearer " + "a" * 20)) is Grant.ADMIN
+    assert tokens.grant(bearer("bearer " + "r" * 20)) is Grant.READ
     for header in ("", "Bearer", "Bearer ", "Basic " + "a" * 20, "a" * 20, "Bearer é"):
-        assert tokens.access(header) is None
+        assert tokens.grant(bearer(header)) is None
 
 
 def test_a_flood_of_refusals_is_counted_and_not_logged_in_full(refused: list[dict[str, Any]]) -> None:
@@ -190,7 +256,7 @@ def test_tls_with_the_right_and_the_wrong_certificate(owned: Store, tmp_path: Pa
         with connected(server.address, token, tls_ca_file=cert) as client:
             client.create("shop", "pages")
             assert client.table("db").num_rows == 1
-        with pytest.raises(quire.AccessDenied):
+        with pytest.raises(quire.Unauthenticated):
             connected(server.address, tls_ca_file=cert)
         for wrong in (other, ""):
             with pytest.raises(quire.Unavailable):

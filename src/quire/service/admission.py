@@ -17,17 +17,19 @@ Threads: any.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pyarrow.flight as flight
 
 from quire.core.clock import Clock
-from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError
+from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError, Unauthenticated
 from quire.core.events import emit
-from quire.service.messages import Role
-from quire.service.tokens import Tokens
+from quire.service.grants import Grant
+from quire.service.signed_tokens import AcceptedTokens
+from quire.service.tokens import bearer
 from quire.service.wire import CLIENT_HEADER, TOKEN_HEADER, TRACE_HEADER, VERSION_HEADER, version_error, write_form
 
 MIDDLEWARE = "quire"
@@ -100,8 +102,8 @@ class Refusals:
 class Admission(flight.ServerMiddleware):  # type: ignore[misc]
     """What the caller of one call may do, and the trace that he is in."""
 
-    def __init__(self, access: Role, trace: str = "", client: str = "") -> None:
-        self.access = access
+    def __init__(self, grant: Grant, trace: str = "", client: str = "") -> None:
+        self.grant = grant
         self.trace = trace
         self.client = client
         """Who it is, as it says itself: what a client holds at the owner is found by this."""
@@ -110,7 +112,7 @@ class Admission(flight.ServerMiddleware):  # type: ignore[misc]
 class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Looks at every call first. Without tokens everybody who gets this far is admitted: a file permission let him."""
 
-    def __init__(self, tokens: Tokens | None, refusals: Refusals, *, copy_of: str = "") -> None:
+    def __init__(self, tokens: AcceptedTokens | None, refusals: Refusals, *, copy_of: str = "") -> None:
         """`copy_of` is the URL of an archive of which the store is a copy: then nobody changes anything."""
         self._tokens = tokens
         self._refusals = refusals
@@ -131,13 +133,14 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             raise flight.FlightServerError(wrong_call.what, extra_info=write_form(wrong_call))
         if self._tokens is None:
             return self.admitted(sent.get(TRACE_HEADER, ""), sent.get(CLIENT_HEADER, ""))
-        access = self._tokens.access(sent.get(TOKEN_HEADER, ""))
-        if access is None:
-            shown = "a wrong token" if TOKEN_HEADER in sent else "no token"
-            denied = AccessDenied(f"the call shows {shown}", hint="connect with token_file=…")
+        try:
+            if TOKEN_HEADER not in sent:
+                raise Unauthenticated("the call shows no token", hint="connect with token_file=…")
+            grant = self._tokens.grant(bearer(sent[TOKEN_HEADER]))
+        except Unauthenticated as denied:
             self._refusals.add(denied, method=method)
-            raise flight.FlightUnauthenticatedError(denied.what, extra_info=write_form(denied))
-        return Admission(access, sent.get(TRACE_HEADER, ""), sent.get(CLIENT_HEADER, ""))
+            raise flight.FlightUnauthenticatedError(denied.what, extra_info=write_form(denied)) from None
+        return Admission(grant, sent.get(TRACE_HEADER, ""), sent.get(CLIENT_HEADER, ""))
 
     @property
     def is_local(self) -> bool:
@@ -146,22 +149,28 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
     def admitted(self, trace: str, client: str) -> Admission:
         """Whoever may open the Unix socket may do everything; nobody writes to a copy."""
-        return Admission(Role.READ if self._copy_of else Role.ADMIN, trace, client)
+        return Admission(Grant.READ if self._copy_of else Grant.ADMIN, trace, client)
 
-    def need(self, context: Any, access: Role, what: str) -> None:
-        """Raise `AccessDenied` unless the caller may do this."""
-        admission = context.get_middleware(MIDDLEWARE)
-        if access is Role.ADMIN and admission.access is not Role.ADMIN:
-            denied = AccessDenied(
-                f"{what} needs the admin token", hint="connect with the owner's admin.token", call=what
-            )
-            if self._copy_of:
+    def check_store(self, context: Any, what: str, *, writes: bool) -> None:
+        """Raise unless the caller may read the whole store, or administer it."""
+        grant = context.get_middleware(MIDDLEWARE).grant
+        self._check(context, what, grant.check_admin if writes else grant.check_read_all, writes)
+
+    def check_database(self, context: Any, what: str, database: str, *, writes: bool) -> None:
+        """Raise unless the caller may read a database, or write it."""
+        grant = context.get_middleware(MIDDLEWARE).grant
+        self._check(context, what, partial(grant.check, database, write=writes), writes)
+
+    def _check(self, context: Any, what: str, check: Callable[[], None], writes: bool) -> None:
+        try:
+            check()
+        except (AccessDenied, Unauthenticated) as error:
+            denied: QuireError = error
+            if writes and self._copy_of:
                 hint = "write to the store's owner: option `store` with its directory or address"
-                denied = AccessDenied(
-                    "this is a copy of an archive, to be read", hint=hint, call=what, url=self._copy_of
-                )
+                denied = AccessDenied("this is a copy of an archive, to be read", hint=hint, url=self._copy_of)
             self._refusals.add(denied, call=what, peer=context.peer())
-            raise denied
+            raise denied from None
 
     def need_socket(self, context: Any, what: str) -> None:
         """Raise `AccessDenied` unless the caller came through the Unix socket."""

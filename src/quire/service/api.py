@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.core.settings import StoreSettings
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
+from quire.service.grants import Grant
 from quire.service.values import DatabaseInfo, StoreInfo
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class CallContext:
 
     key: bytes
     """Of a keyed action; else empty."""
-    role: str
+    grant: Grant
+    """What the caller may do."""
     is_over: Callable[[], bool]
     """The client has left, or the server stops: what waits should end."""
     client: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.core.limits import MIB
 from quire.lsm.kv import Stats
-from quire.service.tickets import Action, OfConsumer, Request, Role
+from quire.service.tickets import Action, DatabaseRequest, OfConsumer, Request, Role, Scope, on_database
 from quire.stream.spans import StreamRecord
 from quire.stream.state import Consumer, Retention
 from quire.stream.stream import StreamInfo
@@ -19,10 +19,8 @@ PAIR_BYTES = 64
 """What a pair or a record counts at least: many small ones are memory, too."""
 
 
-class OfName(Request, frozen=True):
+class OfName(DatabaseRequest, frozen=True):
     """A stream or a key-value set by its name."""
-
-    name: str
 
 
 class OfHolding(Request, frozen=True):
@@ -32,10 +30,9 @@ class OfHolding(Request, frozen=True):
 
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class AppendRecords(Request, frozen=True):
+class AppendRecords(DatabaseRequest, frozen=True):
     """Records that are durable together or not at all."""
 
-    name: str
     records: list[bytes]
 
 
@@ -46,13 +43,12 @@ class StreamMarks(Request, frozen=True):
     end_record: int
 
 
-class ReadRecords(Request, frozen=True):
+class ReadRecords(DatabaseRequest, frozen=True):
     """Records of [start, stop), in pages; `None` is the first, and the end as it is now.
 
     `wait_seconds`: if there is none yet, wait so long for one; then `stop` is wherever the stream ends.
     """
 
-    name: str
     start: int | None = None
     stop: int | None = None
     wait_seconds: float = 0.0
@@ -66,37 +62,32 @@ class RecordPage(Request, frozen=True):
     stop: int
 
 
-class SeekRecord(Request, frozen=True):
-    name: str
+class SeekRecord(DatabaseRequest, frozen=True):
     timestamp_ms: int
 
 
-class Retain(Request, frozen=True):
-    name: str
+class Retain(DatabaseRequest, frozen=True):
     retention: Retention | None = None
 
 
 # ── keys and values ───────────────────────────────────────────────────────────────────────────────────────────────────
-class GetValues(Request, frozen=True):
+class GetValues(DatabaseRequest, frozen=True):
     """Values of keys, now or in a snapshot that the client holds."""
 
-    name: str
     keys: list[bytes]
     snapshot: str = ""
 
 
-class WritePairs(Request, frozen=True):
+class WritePairs(DatabaseRequest, frozen=True):
     """A batch; `None` deletes."""
 
-    name: str
     pairs: dict[bytes, bytes | None]
     sync: bool = True
 
 
-class ScanPairs(Request, frozen=True):
+class ScanPairs(DatabaseRequest, frozen=True):
     """Pairs of [low, high), from either end, in pages. Without a snapshot the owner takes one if one page is not enough."""
 
-    name: str
     low: bytes
     high: bytes | None = None
     reverse: bool = False
@@ -118,34 +109,34 @@ class HeldSnapshot(Request, frozen=True):
     lsn: int
 
 
-def _read(name: str, request: type[Request], answer: object) -> Action:
-    return Action(name, request, answer, Role.READ)
+def _read(name: str, request: type[DatabaseRequest], answer: object) -> Action:
+    return on_database(name, request, answer, Role.READ)
 
 
 STREAM_TAIL = "stream.tail"
 
 DATA_ACTIONS = (
-    _read("holding.renew", OfHolding, None),
-    _read("holding.release", OfHolding, None),
-    Action("stream.append", AppendRecords, int, keyed=True),
+    Action("holding.renew", OfHolding, None, Role.READ, scope=Scope.HELD),
+    Action("holding.release", OfHolding, None, Role.READ, scope=Scope.HELD),
+    on_database("stream.append", AppendRecords, int, keyed=True),
     _read("stream.marks", OfName, StreamMarks),
     _read("stream.read", ReadRecords, RecordPage),
     _read(STREAM_TAIL, ReadRecords, RecordPage),
     _read("stream.seek", SeekRecord, int),
     _read("stream.info", OfName, StreamInfo),
     _read("stream.consumers", OfName, dict[str, Consumer]),
-    Action("stream.drop_consumer", OfConsumer, None),
-    Action("stream.sync", OfName, int),
-    Action("stream.seal", OfName, bool),
+    on_database("stream.drop_consumer", OfConsumer, None),
+    on_database("stream.sync", OfName, int),
+    on_database("stream.seal", OfName, bool),
     _read("stream.retention", OfName, Retention),
-    Action("stream.retain", Retain, None),
-    Action("stream.retire", OfName, int),
+    on_database("stream.retain", Retain, None),
+    on_database("stream.retire", OfName, int),
     _read("kv.stats", OfName, Stats),
     _read("kv.get", GetValues, list[bytes | None]),
-    Action("kv.write", WritePairs, int, keyed=True),
-    Action("kv.sync", OfName, None),
-    Action("kv.flush", OfName, None),
-    Action("kv.compact", OfName, None),
+    on_database("kv.write", WritePairs, int, keyed=True),
+    on_database("kv.sync", OfName, None),
+    on_database("kv.flush", OfName, None),
+    on_database("kv.compact", OfName, None),
     _read("kv.scan", ScanPairs, PairPage),
     _read("kv.snapshot", OfName, HeldSnapshot),
 )

@@ -103,20 +103,21 @@ class Handlers:
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_hello(self, _: m.Nothing, call: CallContext) -> Hello:
         settings = self._store.settings.service
+        common = WIRE_VERSION, version("quire"), self._manifest.feed.store_id()
+        limits = settings.body_bytes_max, settings.wait_seconds_max
+        if not call.grant.everywhere:  # where the store and its objects are is nothing for who may use one database
+            return Hello(*common, "", 0, call.grant.holder, *limits, "")
         with self._manifest.read() as txn:
             prefixes = txn.object_prefixes()
             named = [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.name]
             own = self._store.objects_url
             places = [NamespacePlace(row.name, row.url or own, txn.object_prefixes(number)) for number, row in named]
         return Hello(
-            WIRE_VERSION,
-            version("quire"),
-            self._manifest.feed.store_id(),
+            *common,
             self._store.path,
             os.getpid(),
-            call.role,
-            settings.body_bytes_max,
-            settings.wait_seconds_max,
+            call.grant.holder,
+            *limits,
             self._store.objects_url,
             prefixes,
             tuple(places),
@@ -212,7 +213,7 @@ class Handlers:
         return self._manifest.snapshots.get(request.db, request.snapshot)
 
     def do_snapshot_view(self, request: m.OfView, call: CallContext) -> SnapshotView:
-        if request.upload and call.role != m.Role.ADMIN.value:
+        if request.upload and not call.grant.is_admin:
             raise AccessDenied("to upload needs the admin token", hint="ask for the view without upload")
         return self._store.pages.view(request.db, request.snapshot, upload=request.upload)
 
@@ -228,7 +229,7 @@ class Handlers:
         return m.LentKv(*self._store.kvs.lend(request.db, request.seconds))
 
     def _check_lending(self, seconds: float, call: CallContext, *, upload: bool = False) -> None:
-        if call.role == m.Role.ADMIN.value:
+        if call.grant.is_admin:
             return
         if upload:
             raise AccessDenied("to upload needs the admin token", hint="ask for the versions without upload")
@@ -293,7 +294,7 @@ class Handlers:
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_stream_share(self, request: tickets.OfStream, call: CallContext) -> SharedStream:
-        if request.upload and call.role != m.Role.ADMIN.value:
+        if request.upload and not call.grant.is_admin:
             raise AccessDenied("to upload needs the admin token", hint="ask without upload")
         stream = self._store.stream(request.name)
         return share(

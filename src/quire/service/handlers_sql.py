@@ -21,7 +21,6 @@ from quire.core.errors import AccessDenied, InvalidInput
 from quire.service import sql_actions as s
 from quire.service.api import CallContext, StoreApi
 from quire.service.holdings import Holdings
-from quire.service.tickets import Role
 from quire.sqlite.remote_policy import restrict
 from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp
 
@@ -38,8 +37,8 @@ class SqlHandlers:
         self._holdings = holdings
 
     def do_sql_open(self, request: s.OpenSql, call: CallContext) -> str:
-        may_write = call.role == Role.ADMIN.value
-        if request.create and not may_write:
+        may_write = call.grant.may(request.name, write=True)
+        if request.create and not call.grant.is_admin:
             raise AccessDenied("to create a database needs the admin token", hint="connect without create=True")
         timeout = min(max(request.timeout, 0.0), TIMEOUT_SECONDS_MAX)
         version = None if request.version is None else _version(*request.version)

@@ -30,12 +30,14 @@ from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
-from quire.service.tickets import STREAM_ACTIONS
+from quire.service.tickets import STREAM_ACTIONS, on_database
 from quire.service.tickets import Action as Action
+from quire.service.tickets import DatabaseRequest as DatabaseRequest
 from quire.service.tickets import OfLease as OfLease
 from quire.service.tickets import PutPart as PutPart
 from quire.service.tickets import Request as Request
 from quire.service.tickets import Role as Role
+from quire.service.tickets import Scope as Scope
 from quire.service.tickets import Shelf as Shelf
 from quire.service.tickets import TableTicket as TableTicket
 from quire.service.tickets import TakeIds as TakeIds
@@ -53,8 +55,8 @@ class Nothing(Request, frozen=True):
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-class OfDatabase(Request, frozen=True):
-    name: str
+class OfDatabase(DatabaseRequest, frozen=True):
+    """A database by its name."""
 
 
 class Create(Request, frozen=True):
@@ -355,11 +357,11 @@ def _once(name: str, request: type[Request], answer: Any) -> Action:
 ACTIONS: dict[str, Action] = {
     action.name: action
     for action in (
-        _read("hello", Nothing, Hello),
+        Action("hello", Nothing, Hello, Role.READ, scope=Scope.HELD),
         _read("info", Nothing, StoreInfo),
         _read("figures", Nothing, dict[str, Any]),
         _read("databases", Nothing, list[DatabaseInfo]),
-        _read("database", OfDatabase, DatabaseInfo),
+        on_database("database", OfDatabase, DatabaseInfo, Role.READ),
         _read("readers", OfDatabase, list[ReaderInfo]),
         _once("create", Create, DatabaseInfo),
         _once("drop", Drop, DatabaseInfo),

@@ -32,7 +32,6 @@ import pyarrow.flight as flight
 from quire.core.errors import InternalError, InvalidConfig, InvalidInput, QuireError, ReadOnly, Unavailable
 from quire.core.events import emit
 from quire.core.tracing import continued, span
-from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
 from quire.service.admission import MIDDLEWARE, CallLimit, FlightGate, Refusals
@@ -42,11 +41,11 @@ from quire.service.frame_server import FrameServer
 from quire.service.handlers import Handlers
 from quire.service.handlers_sql import SQL
 from quire.service.holdings import Holdings
-from quire.service.messages import ACTIONS, Role, TableTicket
+from quire.service.messages import ACTIONS, DatabaseRequest, Scope, TableTicket
+from quire.service.signed_tokens import accepted_tokens
 from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, listens, place_of, retract
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tables import TableStream
-from quire.service.tokens import Tokens, ensure_token
 from quire.service.values import ServiceFigures
 from quire.service.wire import read_call, write_answer, write_error, write_form
 
@@ -125,9 +124,12 @@ class Server:
     def _listen_on_network(self, store: StoreApi, address: str, credentials: Credentials) -> None:
         scheme, host, port = _network(address)
         certificates = _certificates(scheme, credentials)
-        tokens = Tokens(
-            admin=ensure_token(credentials.admin_token_file or os.path.join(store.path, names.ADMIN_TOKEN)),
-            read=ensure_token(credentials.read_token_file or os.path.join(store.path, names.READ_TOKEN)),
+        tokens = accepted_tokens(
+            store.path,
+            self._settings.jwt_keys,
+            store.manifest.clock,
+            admin_file=credentials.admin_token_file,
+            read_file=credentials.read_token_file,
         )
         # Flight knows TLS by this name.
         location = f"{'grpc+tls' if certificates else 'grpc+tcp'}://{host}:{port}"
@@ -252,7 +254,8 @@ class Service:
         action = ACTIONS.get(name)
         if action is None:
             raise InvalidInput("there is no such action", hint="is the client newer than the owner?", action=name[:60])
-        gate.need(context, action.access, name)
+        if action.scope is Scope.STORE:
+            gate.check_store(context, name, writes=action.writes)
         if action.local:
             gate.need_socket(context, name)
         if self._stopping.is_set():
@@ -262,18 +265,24 @@ class Service:
         key, request = read_call(bytes(body), action.request)
         if key and not action.keyed:
             raise InvalidInput("this action takes no idempotency key", action=name)
+        if action.scope is Scope.DATABASE:
+            assert isinstance(request, DatabaseRequest), "see `on_database`"
+            gate.check_database(context, name, request.name, writes=action.writes)
         admission = context.get_middleware(MIDDLEWARE)
-        role = admission.access.value
 
         def is_over() -> bool:
             return self._stopping.is_set() or bool(context.is_cancelled())
 
-        with self._place(name), continued(admission.trace), span("Service.call", action=name, role=role):
+        with (
+            self._place(name),
+            continued(admission.trace),
+            span("Service.call", action=name, role=admission.grant.holder),
+        ):
             handler, called = (
                 self._handlers.of(name),
-                CallContext(key, role, is_over, admission.client, gate.is_local),
+                CallContext(key, admission.grant, is_over, admission.client, gate.is_local),
             )
-            if (barrier := self._manifest.barrier) is None or action.access is Role.READ:
+            if (barrier := self._manifest.barrier) is None or not action.writes:
                 return handler(request, called)
             with (
                 barrier.call()
@@ -360,7 +369,7 @@ class _Door(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         try:
-            self._gate.need(context, Role.READ, "do_get")
+            self._gate.check_store(context, "do_get", writes=False)
             schema, batches = self._service.stream(ticket.ticket)
         except Exception as error:
             raise self._service.stream_error(error) from None

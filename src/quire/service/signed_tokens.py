@@ -38,12 +38,10 @@ from quire.core.errors import InvalidConfig, InvalidInput, Unauthenticated
 from quire.durable import names
 from quire.durable.files import translated
 from quire.service.grants import Access, Grant
-from quire.service.tokens import make_private, read_private
+from quire.service.tokens import TOKEN_BYTES_MAX, Tokens, ensure_token, make_private, read_private
 
 ALGORITHM = "EdDSA"
 KEY_BYTES_MAX = 16 * 1024
-TOKEN_BYTES_MAX = 16 * 1024
-"""Of a token: some hundred names of databases fit."""
 TTL_SECONDS_MAX = 10 * 365 * 86_400
 
 
@@ -117,6 +115,22 @@ class Verifier:
         return grant
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptedTokens:
+    """Every token that a server accepts: the store's own two, and signed ones."""
+
+    own: Tokens
+    signed: Verifier
+
+    def grant(self, token: str) -> Grant:
+        """What a token allows."""
+        if (grant := self.own.grant(token)) is not None:
+            return grant
+        if token.count(".") == 2:
+            return self.signed.grant(token)
+        raise Unauthenticated("the token is wrong", hint="see the store's admin.token, or `quire token create`")
+
+
 def _rights(claims: Claims) -> tuple[Access, dict[str, Access]]:
     """(of every database, of single ones)."""
     if claims.p is not None:
@@ -137,6 +151,17 @@ def verifier(root: str, key_files: Sequence[str], clock: Clock) -> Verifier:
     """The keys of a store: its own, made if there is none, and the public ones of the settings."""
     own = ensure_signing_key(os.path.join(root, names.SIGNING_KEY)).public_key()
     return Verifier((own, *(key for path in key_files for key in read_public_keys(path))), clock)
+
+
+def accepted_tokens(
+    root: str, key_files: Sequence[str], clock: Clock, *, admin_file: str = "", read_file: str = ""
+) -> AcceptedTokens:
+    """What the server of a store accepts. Files that are not named are the store's own; they are made if they are not there."""
+    own = Tokens(
+        admin=ensure_token(admin_file or os.path.join(root, names.ADMIN_TOKEN)),
+        read=ensure_token(read_file or os.path.join(root, names.READ_TOKEN)),
+    )
+    return AcceptedTokens(own, verifier(root, key_files, clock))
 
 
 def ensure_signing_key(path: str) -> Ed25519PrivateKey:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.service.tickets import Action, Request, Role
+from quire.service.tickets import Action, DatabaseRequest, Request, Role, Scope, on_database
 from quire.sqlite.served import SqlAnswer
 
 Values = list[Any] | dict[str, Any]
 """Parameters of a statement: by place, or by name."""
 
 
-class OpenSql(Request, frozen=True):
+class OpenSql(DatabaseRequest, frozen=True):
     """A connection to a database. `version` is `["at", snapshot]`, `["epoch", lsn]` or `["time", ISO]`, or nothing."""
 
-    name: str
     version: tuple[str, str] | None = None
     create: bool = False
     timeout: float = 5.0
@@ -71,12 +70,12 @@ class OfSql(Request, frozen=True):
 
 
 def _sql(name: str, request: type[Request], answer: object = SqlAnswer) -> Action:
-    """Who may only read gets a connection that only reads."""
-    return Action(name, request, answer, Role.READ)
+    """On a connection that the caller has opened."""
+    return Action(name, request, answer, Role.READ, scope=Scope.HELD)
 
 
 SQL_ACTIONS = (
-    _sql("sql.open", OpenSql, str),
+    on_database("sql.open", OpenSql, str, Role.READ),  # who may only read gets a connection that only reads
     _sql("sql.prepare", PrepareSql),
     _sql("sql.execute", ExecuteSql),
     _sql("sql.fetch", FetchSql),

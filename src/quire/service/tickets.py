@@ -21,8 +21,25 @@ class Role(Enum):
     ADMIN = "admin"
 
 
+class Scope(Enum):
+    """What a caller needs rights to, for an action."""
+
+    STORE = "store"
+    """The whole store: a token of its own, for reading it or for everything."""
+    DATABASE = "database"
+    """The one that the request, a `DatabaseRequest`, names: to read it, or to write it if the action is not for readers."""
+    HELD = "held"
+    """What the caller has opened itself, with the rights that it had then; or nothing at all."""
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """Base of all requests."""
+
+
+class DatabaseRequest(Request, frozen=True):
+    """Base of requests on one database; `name` is its name."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +53,19 @@ class Action:
     keyed: bool = False
     local: bool = False
     """Only through the Unix socket."""
+    scope: Scope = Scope.STORE
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is not for readers."""
+        return self.access is not Role.READ
+
+
+def on_database(
+    name: str, request: type[DatabaseRequest], answer: Any, access: Role = Role.ADMIN, *, keyed: bool = False
+) -> Action:
+    """An action on the database that its request names."""
+    return Action(name, request, answer, access, keyed, scope=Scope.DATABASE)
 
 
 class TableTicket(Request, frozen=True):
@@ -102,38 +132,33 @@ KV_IDS = Action("kv.load.ids", TakeIds, Shelf)
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Records do not travel here: whoever wants them reads files and objects (`stream/remote_read.py`). Registering leaves an
 # existing consumer where it is, and an acknowledgement only moves forward: both may be repeated.
-class OfStream(Request, frozen=True):
+class OfStream(DatabaseRequest, frozen=True):
     """`upload`: have the records in objects first, for readers that share no disk."""
 
-    name: str
     start: int | None = None
     stop: int | None = None
     upload: bool = False
 
 
-class WaitForRecord(Request, frozen=True):
-    name: str
+class WaitForRecord(DatabaseRequest, frozen=True):
     record: int
     seconds: float
 
 
-class OfConsumer(Request, frozen=True):
-    name: str
+class OfConsumer(DatabaseRequest, frozen=True):
     consumer: str
 
 
-class RegisterConsumer(Request, frozen=True):
+class RegisterConsumer(DatabaseRequest, frozen=True):
     """`start`: `oldest`, `latest`, or the id of the first record that it wants."""
 
-    name: str
     consumer: str
     start: int | str = "oldest"
 
 
-class AckRecords(Request, frozen=True):
+class AckRecords(DatabaseRequest, frozen=True):
     """A consumer has read everything below `position`."""
 
-    name: str
     consumer: str
     position: int
 
@@ -146,9 +171,9 @@ class LogMode(Request, frozen=True):
 
 STREAM_LOG_MODE = Action("stream.log_mode", LogMode, str)
 STREAM_SHARE = Action("stream.share", OfStream, SharedStream, Role.READ)
-STREAM_WAIT = Action("stream.wait", WaitForRecord, int, Role.READ)
-STREAM_POSITION = Action("stream.position", OfConsumer, int, Role.READ)
-STREAM_REGISTER = Action("stream.register", RegisterConsumer, int)
-STREAM_ACK = Action("stream.ack", AckRecords, None)
+STREAM_WAIT = on_database("stream.wait", WaitForRecord, int, Role.READ)
+STREAM_POSITION = on_database("stream.position", OfConsumer, int, Role.READ)
+STREAM_REGISTER = on_database("stream.register", RegisterConsumer, int)
+STREAM_ACK = on_database("stream.ack", AckRecords, None)
 
 STREAM_ACTIONS = (STREAM_SHARE, STREAM_WAIT, STREAM_POSITION, STREAM_REGISTER, STREAM_ACK, STREAM_LOG_MODE)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from quire.core.errors import InvalidConfig
 from quire.durable import names
 from quire.durable.files import translated
-from quire.service.tickets import Role
+from quire.service.grants import Grant
 
 TOKEN_BYTES_MIN = 16
-TOKEN_BYTES_MAX = 4_096
+TOKEN_BYTES_MAX = 16 * 1024
+"""Of a signed token: some hundred names of databases fit."""
 
 
 def ensure_token(path: str) -> str:
@@ -75,6 +76,12 @@ def read_private(path: str, bytes_max: int) -> bytes:
         return file.read(bytes_max)
 
 
+def bearer(header: str) -> str:
+    """The token in a header `authorization: Bearer …`; empty if it has none."""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What a server accepts; `None`: nobody is admitted that way."""
@@ -86,14 +93,9 @@ class Tokens:
         if self.admin is not None and self.admin == self.read:
             raise InvalidConfig("the tokens for reading and for everything are the same", hint="give each its own file")
 
-    def access(self, header: str) -> Role | None:
-        """What the header `authorization: Bearer …` allows; `None`: nothing."""
-        scheme, _, shown = header.partition(" ")
-        return self.role(shown.strip() if scheme.lower() == "bearer" else "")
-
-    def role(self, token: str) -> Role | None:
+    def grant(self, token: str) -> Grant | None:
         """What a token allows; `None`: nothing. Both are always compared (rule 2)."""
         given = token.encode(errors="replace")
         is_admin = self.admin is not None and hmac.compare_digest(given, self.admin.encode())
         is_read = self.read is not None and hmac.compare_digest(given, self.read.encode())
-        return Role.ADMIN if is_admin else Role.READ if is_read else None
+        return Grant.ADMIN if is_admin else Grant.READ if is_read else None

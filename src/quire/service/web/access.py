@@ -26,11 +26,10 @@ from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from quire.core.errors import AccessDenied, Unauthenticated
+from quire.core.errors import AccessDenied
 from quire.service.grants import Access, Grant
-from quire.service.messages import Role
-from quire.service.signed_tokens import Verifier
-from quire.service.tokens import Tokens
+from quire.service.signed_tokens import AcceptedTokens
+from quire.service.tokens import bearer
 from quire.service.web.answers import HttpError
 
 LOCALHOST = "localhost"
@@ -58,15 +57,13 @@ class WebGate:
 
     def __init__(
         self,
-        tokens: Tokens,
-        verifier: Verifier,
+        tokens: AcceptedTokens,
         *,
         anonymous: Grant = Grant.NOTHING,
         hosts: tuple[str, ...] = (),
         checks_host: bool = True,
     ) -> None:
         self._tokens = tokens
-        self._verifier = verifier
         self._anonymous = anonymous
         self._hosts = frozenset({LOCALHOST, *(host.lower().rstrip(".") for host in hosts)})
         self._checks_host = checks_host
@@ -83,21 +80,15 @@ class WebGate:
         shown = connection.headers.get("authorization")
         if shown is None:
             return self._anonymous
-        scheme, _, token = shown.partition(" ")
-        if scheme.lower() == "bearer" and token.strip() in NO_TOKEN:
-            return self._anonymous
-        return self.grant_of_token(token.strip() if scheme.lower() == "bearer" else "")
+        token = bearer(shown)
+        is_empty = token in NO_TOKEN and shown.lower().startswith("bearer")
+        return self._anonymous if is_empty else self.grant_of_token(token)
 
     def grant_of_token(self, token: str | None) -> Grant:
         """What a token allows, however it came here; `None`: none was shown."""
         if token is None:
             return self._anonymous
-        role = self._tokens.role(token)
-        if role is not None:
-            return Grant.ADMIN if role is Role.ADMIN else Grant.READ
-        if token.count(".") == 2:
-            return self._verifier.grant(token)
-        raise Unauthenticated("the token is wrong", hint="see the store's admin.token, or `quire token create`")
+        return self._tokens.grant(token)
 
     # ── from where ────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_site(self, headers: Headers) -> None:

@@ -31,12 +31,10 @@ from uvicorn.server import ServerState
 
 from quire.core.errors import QuireError, ReadOnly
 from quire.core.events import emit
-from quire.durable import names
 from quire.service.admission import Refusals
 from quire.service.grants import Grant
 from quire.service.server import Credentials
-from quire.service.signed_tokens import verifier
-from quire.service.tokens import Tokens, ensure_token
+from quire.service.signed_tokens import accepted_tokens
 from quire.service.web.accepting import accept_connections
 from quire.service.web.access import LOOPBACK_READS, LOOPBACK_WRITES, WebGate, is_loopback
 from quire.service.web.app import Application, make_parts
@@ -268,14 +266,16 @@ class WebServer:
 
 def _gate(store: WebStore, place: WebAddress, credentials: Credentials) -> WebGate:
     settings = store.settings.service
-    tokens = Tokens(
-        admin=ensure_token(credentials.admin_token_file or os.path.join(store.path, names.ADMIN_TOKEN)),
-        read=ensure_token(credentials.read_token_file or os.path.join(store.path, names.READ_TOKEN)),
+    tokens = accepted_tokens(
+        store.path,
+        settings.jwt_keys,
+        store.manifest.clock,
+        admin_file=credentials.admin_token_file,
+        read_file=credentials.read_token_file,
     )
-    keys = verifier(store.path, settings.jwt_keys, store.manifest.clock)
     if place.scheme == UNIX:
-        return WebGate(tokens, keys, anonymous=Grant.ADMIN, checks_host=False)
+        return WebGate(tokens, anonymous=Grant.ADMIN, checks_host=False)
     anonymous = Grant.NOTHING
     if is_loopback(place.host) and not settings.http_ask_readers:
         anonymous = LOOPBACK_WRITES if settings.http_anonymous_writes else LOOPBACK_READS
-    return WebGate(tokens, keys, anonymous=anonymous, hosts=(*settings.http_hosts, place.host))
+    return WebGate(tokens, anonymous=anonymous, hosts=(*settings.http_hosts, place.host))
