@@ -259,8 +259,10 @@ def test_vacuum_into_a_file_and_into_a_new_database(
     plain.close()
     shop.execute("vacuum into 'copy'")
     assert count(connect("copy", create=False)) == 10
-    with pytest.raises(apsw.SQLError, match="already exists"):
-        shop.execute("vacuum into 'copy'")
+    connect("other").execute("create table unlike(x)")
+    for there in ("copy", "other", "shop"):
+        with pytest.raises(apsw.SQLError, match="output file already exists"):
+            shop.execute(f"vacuum into '{there}'")
 
 
 def test_damage_is_told_with_its_place(

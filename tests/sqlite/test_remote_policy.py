@@ -80,13 +80,48 @@ def test_what_would_leave_the_database_is_refused(
     with closing(apsw.Connection(str(file))) as ordinary:
         ordinary.execute("create table t(a); insert into t values ('a file')")
     before = {info.name for info in store.databases()}
-    with pytest.raises(apsw.AuthError, match="ATTACH, and VACUUM INTO, is refused"):
+    with pytest.raises(apsw.AuthError, match="and VACUUM INTO, is refused"):
         connection.execute(sql.format(dir=folder, file=file))
     assert os.listdir(folder) == []
     assert not _attached(connection)
     assert {info.name for info in store.databases()} == before
     stock.execute(sql.format(dir=folder, file=file))
     assert worked(stock, folder), "the statement does its work without the policy"
+
+
+def test_what_was_granted_is_attached_for_reading(both: tuple[Connection, RemotePolicy], store: Store) -> None:
+    connection, policy = both
+    policy.may_attach = {"other", "new"}.__contains__
+    connection.execute("ATTACH 'other' AS x")
+    assert policy.touched
+    assert rows(connection, "select name, a from item, x.secret") == [("apple", "theirs")]
+    for sql in (
+        "insert into x.secret values (1)",
+        "create table x.t(a)",
+        "drop table x.secret",
+        "pragma x.user_version=3",
+    ):
+        with pytest.raises(apsw.ReadOnlyError):
+            connection.execute(sql)
+    connection.execute("begin immediate; insert into item values (2, 'pear')")
+    with closing(store.sqlite("other", timeout=0)) as other:  # its lock is free
+        other.execute("insert into secret values ('more')")
+    connection.execute("commit")
+    assert rows(connection, "select count(*) from x.secret") == [(2,)]
+    with pytest.raises(apsw.CantOpenError):
+        connection.execute("ATTACH 'new' AS y")  # it is not made
+    with pytest.raises(apsw.SQLError, match="output file already exists"):
+        connection.execute("VACUUM INTO 'other'")
+    with pytest.raises(apsw.AuthError):
+        connection.execute("ATTACH 'third' AS y")
+
+
+def test_in_what_vacuum_may_attach_nothing_is_written(both: tuple[Connection, RemotePolicy]) -> None:
+    connection, _ = both
+    connection.execute("ATTACH '' AS x")
+    with pytest.raises(apsw.ReadOnlyError):
+        connection.execute("create table x.t(a)")
+    connection.execute("detach x; vacuum")
 
 
 def test_the_name_of_what_is_attached_may_not_come_later(

@@ -20,6 +20,12 @@ def create(
         list[str] | None, Option(metavar="DB", help="A database it is for; repeat for several.", show_default="all")
     ] = None,
     ro: Annotated[bool, Option("--ro", help="For reading only.")] = False,
+    attach: Annotated[
+        list[str] | None,
+        Option(
+            metavar="DB", help="A database that may be read, and attached by SQL on the others; repeat for several."
+        ),
+    ] = None,
     ttl: Annotated[
         str, Option(metavar="TIME", help="How long it is valid: 90s, 15m, 12h, 30d.", show_default="for ever")
     ] = "",
@@ -29,12 +35,12 @@ def create(
     It is signed with the store's own key, so the server need not run, nor be told. The token is the first line; keep it like a
     password. It cannot be taken back: give it a time.
     """
-    wanted = list(db or ())
+    wanted, attached = list(db or ()), list(attach or ())
     with cli.reader() as manifest, manifest.read() as txn:
-        for name in wanted:
+        for name in (*wanted, *attached):
             txn.database_id(name)  # one that does not exist is a mistake of the person, not a token for later
     seconds = seconds_of(ttl, "--ttl") if ttl else None
-    token = create_token(cli.path, wanted, read_only=ro, ttl_seconds=seconds)
+    token = create_token(cli.path, wanted, read_only=ro, attach=attached, ttl_seconds=seconds)
     what = ", ".join(wanted) if len(wanted) < 4 else count_of(len(wanted), "database")
     may = f"{'read' if ro else 'read and write'} {what or 'every database'}"
     until = f" for {duration(seconds)}" if seconds else ", for ever"
@@ -44,5 +50,7 @@ def create(
         ("libSQL", f"url http://HOST:PORT/db/{first}/, authToken as above"),
         ("HTTP", "header Authorization: Bearer TOKEN"),
     ]
-    data = {"token": token, "databases": wanted, "read_only": ro, "ttl_seconds": seconds}
+    if attached:
+        lines.insert(1, ("attach", ", ".join(attached)))
+    data = {"token": token, "databases": wanted, "attach": attached, "read_only": ro, "ttl_seconds": seconds}
     return Report(parts=[Note(text=token, data=None), Facts(lines=lines, data=None)], data=data)

@@ -48,6 +48,8 @@ class Grant:
     """Of every database, now and in future."""
     databases: Mapping[str, Access] = field(default_factory=lambda: MappingProxyType({}))
     """Of single databases, by name."""
+    attachable: frozenset[str] = frozenset()
+    """Databases that SQL on another one may attach, for reading. With a token for the whole store: every one it may read."""
     expires_ms: int | None = None
     is_anonymous: bool = False
     clock: Clock = field(default_factory=SystemClock, compare=False, repr=False)
@@ -65,6 +67,10 @@ class Grant:
         """Whether a database may be read, or written."""
         access = max(self.everywhere, self.databases.get(database, Access.NONE))
         return not self.is_expired and access >= (Access.WRITE if write else Access.READ)
+
+    def may_attach(self, database: str) -> bool:
+        """Whether SQL on another database may attach this one, for reading."""
+        return self.may(database) and (self is Grant.ADMIN or self is Grant.READ or database in self.attachable)
 
     def check(self, database: str, *, write: bool = False) -> None:
         """Refuse unless a database may be read, or written. `NAME@VERSION` is checked as `NAME`, for reading."""

@@ -21,6 +21,7 @@ from quire.core.errors import AccessDenied, InvalidInput
 from quire.service import sql_actions as s
 from quire.service.api import CallContext, StoreApi
 from quire.service.holdings import Holdings
+from quire.service.versions import attachable
 from quire.sqlite.remote_policy import restrict
 from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp
 
@@ -54,6 +55,7 @@ class SqlHandlers:
         else:
             policy = restrict(connection, self._store.manifest.clock)
             policy.read_only = reads_only
+            policy.may_attach = attachable(self._store, call.grant.may_attach)
             deadline = partial(policy.deadline, settings.sql_statement_seconds)
             served = ServedConnection(connection, transaction_seconds=idle, deadline=deadline)
         return self._holdings.add(call.client, SQL, served)

@@ -4,8 +4,8 @@ The claims are those that servers and clients of libSQL use:
   exp   seconds since 1970 when it ends; without it the token never does
   a     `rw` (also when it is left out) or `ro`
   id    the one database that `a` is about; without `id` and `p`, every database
-  p     {"ro": {"ns": [names]}, "rw": {"ns": [names]}}: several databases; then `a` and `id` say nothing. `roa` and `rwa`, which
-        in libSQL allow ATTACH as well, count as `ro` and `rw`: nothing can be attached here
+  p     {"ro": {"ns": [names]}, "rw": {"ns": [names]}}: several databases; then `a` and `id` say nothing. `roa` and `rwa`
+        are the same, and allow ATTACH of these databases as well, for reading
 
 Rules
   1. A token is believed if one of the keys verifies it, with EdDSA and no other algorithm, whatever its header names.
@@ -102,11 +102,13 @@ class Verifier:
         if claims.nbf is not None and now_ms < claims.nbf * 1000:
             raise Unauthenticated("the token is not valid yet", hint="compare the clocks of both machines")
         everywhere, databases = _rights(claims)
+        attachable = (*claims.p.roa.ns, *claims.p.rwa.ns) if claims.p is not None else ()
         expires_ms = None if claims.exp is None else int(claims.exp * 1000)
         grant = Grant(
             holder="jwt",
             everywhere=everywhere,
             databases=MappingProxyType(databases),
+            attachable=frozenset(attachable),
             expires_ms=expires_ms,
             clock=self.clock,
         )
@@ -213,20 +215,26 @@ def create_token(
     databases: Iterable[str],
     *,
     read_only: bool = False,
+    attach: Iterable[str] = (),
     ttl_seconds: float | None = None,
     clock: Clock | None = None,
 ) -> str:
     """A token for some databases, or for all if none is named, signed with the store's own key; without a time it never
-    expires. The server need not run, nor be asked."""
+    expires. SQL on the named databases may `attach` others, for reading. The server need not run, nor be asked."""
     if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_SECONDS_MAX:
         raise InvalidInput("a token lives for between a moment and ten years", ttl_seconds=ttl_seconds)
     wanted = [names.check_name("database", name) for name in databases]
+    attached = [names.check_name("database", name) for name in attach]
+    if attached and not wanted:
+        raise InvalidInput("databases are attached to others, which the token names", hint="name them with --db")
     access = "ro" if read_only else "rw"
     now = (clock or SystemClock()).now_ms() / 1000
     claims: dict[str, Any] = {"iat": int(now)}
     if ttl_seconds is not None:
         claims["exp"] = int(now + ttl_seconds)
-    if len(wanted) > 1:
+    if attached:
+        claims["p"] = {access: {"ns": wanted}, "roa": {"ns": attached}}
+    elif len(wanted) > 1:
         claims["p"] = {access: {"ns": wanted}}
     else:
         claims |= {"a": access} | ({"id": wanted[0]} if wanted else {})

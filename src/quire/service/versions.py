@@ -8,12 +8,15 @@ Threads: any. Raises `UnknownDatabase`, `InvalidInput`, `InvalidName`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
+from quire.core.errors import InvalidInput, NotFound, UnknownDatabase, WrongKind
 from quire.durable.names import check_name
 from quire.manifest.store import ManifestStore
+from quire.pages.catalog import find_database
+from quire.service.api import StoreApi
 
 At = str | int | datetime
 """A snapshot's name, an epoch or a time; as `connect(at=…)` takes it."""
@@ -71,3 +74,20 @@ def _time(version: str) -> datetime:
     if moment.tzinfo is None:
         raise InvalidInput("a time has its zone", hint="as in 2026-01-31T12:00:00Z", version=version)
     return moment
+
+
+def attachable(store: StoreApi, may_attach: Callable[[str], bool]) -> Callable[[str], bool]:
+    """What SQL of remote users may attach. A database that has no pages yet is none of it: VACUUM INTO, which SQLite's
+    authorizer cannot tell from ATTACH, would write it; one with pages it refuses."""
+
+    def may(name: str) -> bool:
+        if not may_attach(name):
+            return False
+        try:
+            with store.manifest.read() as txn:
+                db_id = find_database(txn, name)[0]
+        except (UnknownDatabase, WrongKind):
+            return False
+        return bool(store.pages.open(db_id).wal.written.size_pages)
+
+    return may

@@ -207,6 +207,13 @@ class LiveFile(DatabaseFile[ReadPin]):
     def _size(self) -> int:
         return super()._size() if self._txn is None else self._size_pages
 
+    def xFileSize(self) -> int:
+        """The size in bytes. Without a lock that of the newest version: VACUUM INTO asks so whether there is something that it
+        would overwrite."""
+        if self._pin is None and self._txn is None and self._store is not None:
+            return self._store.wal.written.size_pages * self._page_size
+        return super().xFileSize()
+
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def xWrite(self, data: bytes, offset: int) -> None:
         """Write a page; it is part of the transaction until that is committed or dropped."""

@@ -1,14 +1,15 @@
 """What SQL may do that somebody else's program sent: everything inside its database, nothing beyond it (W5).
 
 SQLite asks an authorizer about every action of a statement when it prepares it; ours refuses what would leave the database
-(ATTACH, VACUUM INTO, `load_extension`), every pragma and virtual table that is not listed here, and what would change how the
-connection treats the store (`synchronous`, `cache_size`, `busy_timeout`, `writable_schema`). SQLite's own defences are on too:
-DEFENSIVE, no TRUSTED_SCHEMA, limits on lengths. A progress handler ends a statement when its time is over.
+(ATTACH of files, VACUUM INTO, `load_extension`), every pragma and virtual table that is not listed here, and what would change
+how the connection treats the store (`synchronous`, `cache_size`, `busy_timeout`, `writable_schema`). SQLite's own defences are
+on too: DEFENSIVE, no TRUSTED_SCHEMA, limits on lengths. A progress handler ends a statement when its time is over.
 
 Rules
   1. What is not allowed is refused: a pragma of a newer SQLite is refused until it is listed.
   2. A refusal is an `apsw.AuthError` that says what was refused; nothing of the statement has run.
-  3. Plain VACUUM attaches a nameless temporary database: that name alone may be attached.
+  3. Databases of the store whose names `may_attach` allows can be attached, for reading, and the nameless temporary database of
+     plain VACUUM, in which nobody else can write anything.
   4. `touched` is true once a statement was prepared that leaves a trace in the connection: a temporary object, an attached
      database, a pragma that was set. Such a connection is not for the next user.
 
@@ -21,7 +22,7 @@ Threads: those of its connection, one at a time. Raises apsw's errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,6 +83,13 @@ class RemoteLimits:
     """Of LIKE and GLOB: matching is quadratic, and no deadline interrupts it."""
     temporary_pages: int = 65_536
     """Of temporary tables and indexes, together."""
+    attached: int = 4
+    """Databases of the store, at once."""
+
+
+def nothing_attached(_: str) -> bool:
+    """No database may be attached."""
+    return False
 
 
 class RemotePolicy:
@@ -93,6 +101,8 @@ class RemotePolicy:
         self._until = float("inf")
         self._ours = False
         self._read_only = False
+        self.may_attach: Callable[[str], bool] = nothing_attached
+        """Which databases of the store may be attached, by name (rule 3)."""
         self.touched = False
         """Whether a statement has left a trace in the connection (rule 4)."""
 
@@ -139,14 +149,20 @@ class RemotePolicy:
             if (second or "").lower() in FUNCTIONS_REFUSED:
                 raise _refused(f"the function {second}()")
         elif action == apsw.SQLITE_ATTACH:
-            if first != "":  # rule 3; None is an expression, whose value is not known yet
-                raise _refused("ATTACH, and VACUUM INTO,")
+            if not self._is_attachable(first):
+                raise _refused("ATTACH of a database that was not granted, and VACUUM INTO,")
             self.touched = True
         elif action == apsw.SQLITE_CREATE_VTABLE and (second or "").lower() not in MODULES:
             raise _refused(f"a virtual table of the module {second}")
         if schema == TEMPORARY:
             self.touched = True
         return _OK
+
+    def _is_attachable(self, name: str | None) -> bool:
+        """Rule 3. `None` is an expression, whose value is not known yet; the others mean no database of the store to SQLite."""
+        if not name or name == ":memory:" or name.startswith("file:"):
+            return name == ""
+        return self.may_attach(name)
 
     def _pragma(self, name: str, value: str | None, schema: str | None) -> None:
         if self._ours or name in ASKING or (value is None and name in READABLE):
@@ -168,14 +184,15 @@ def restrict(connection: apsw.Connection, clock: Clock, limits: RemoteLimits | N
         (apsw.SQLITE_DBCONFIG_WRITABLE_SCHEMA, 0),
         (apsw.SQLITE_DBCONFIG_ENABLE_LOAD_EXTENSION, 0),
         (apsw.SQLITE_DBCONFIG_ENABLE_FTS3_TOKENIZER, 0),
-        (apsw.SQLITE_DBCONFIG_ENABLE_ATTACH_CREATE, 1),  # VACUUM needs it, for the one name that is allowed
+        (apsw.SQLITE_DBCONFIG_ENABLE_ATTACH_CREATE, 0),  # but VACUUM's own
+        (apsw.SQLITE_DBCONFIG_ENABLE_ATTACH_WRITE, 0),
     ):
         connection.config(option, value)
     for limit, largest in (
         (apsw.SQLITE_LIMIT_LENGTH, limits.value_bytes),
         (apsw.SQLITE_LIMIT_SQL_LENGTH, limits.sql_bytes),
         (apsw.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, limits.pattern_bytes),
-        (apsw.SQLITE_LIMIT_ATTACHED, 1),  # VACUUM's
+        (apsw.SQLITE_LIMIT_ATTACHED, 1 + limits.attached),  # VACUUM's
         (apsw.SQLITE_LIMIT_TRIGGER_DEPTH, 100),
         (apsw.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):

@@ -132,6 +132,7 @@ class QuireVfs(apsw.VFS):
             file, read_only = self._opener(path, parameters, bool(flags[0] & apsw.SQLITE_OPEN_CREATE))
         except QuireError as error:
             raise apsw_error(apsw.SQLITE_CANTOPEN, str(error)) from error
+        read_only = read_only or bool(flags[0] & apsw.SQLITE_OPEN_READONLY)  # `?mode=ro`, and ATTACH of remote users
         access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
         # SQLite is told that it lives in memory, so that its journal does too: none lies beside a database of quire.
         flags[1] = access | apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_MEMORY

@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.service.signed_tokens import create_token
 from quire.store.store import Store
 from tests.service.sql.world import CLOSE, SqlAsker, execute, plain_rows, sql_served, statement
 from tests.service.web.world import Asker
@@ -248,6 +250,31 @@ def test_who_may_only_read_is_told_how_to_write(path: Path) -> None:
         assert "admin.token" in told["message"]
         token = (path / "admin.token").read_text("utf-8").strip()
         assert asker.once("create table t(a)", authorization=f"Bearer {token}")["type"] == "ok"
+
+
+def test_a_token_may_name_databases_to_attach(path: Path) -> None:
+    with sql_served(path, http_anonymous_writes=False) as (store, asker):
+        for name in ("shop", "prices", "secret"):
+            with closing(store.sqlite(name, create=True)) as connection:
+                connection.execute(f"create table {name}_rows(a); insert into {name}_rows values ('{name}')")
+        store.create("empty", "pages")
+        shop = SqlAsker(asker.address, prefix="/db/shop")
+        token = create_token(str(path), ["shop"], attach=["prices", "empty"])
+        bearer = {"authorization": f"Bearer {token}"}
+
+        def outcomes(*sql: str) -> list[str]:
+            body = {"requests": [*map(execute, sql), CLOSE]}
+            answers = shop.post("/v2/pipeline", body, **bearer).json["results"][:-1]
+            return [answer.get("error", {}).get("code", "ok") for answer in answers]
+
+        attach, read = "attach 'prices' as p", "select * from shop_rows, p.prices_rows"
+        assert outcomes(attach, read, "insert into p.prices_rows values (1)") == ["ok", "ok", "SQLITE_READONLY"]
+        assert outcomes(read) == ["SQLITE_ERROR"]  # the connection is not used again
+        for refused in ("attach 'secret' as s", "attach 'none' as s", "attach 'empty' as s", "vacuum into 'empty'"):
+            assert outcomes(refused) == ["SQLITE_AUTH"], refused
+        assert outcomes("vacuum into 'prices'") == ["SQLITE_ERROR"]
+        assert [info.name for info in store.databases()] == ["empty", "prices", "secret", "shop"]
+        assert shop.once(attach)["error"]["code"] == "SQLITE_AUTH"  # without a token
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
-from quire.service.versions import parse_version
-from quire.sqlite.remote_policy import RemotePolicy, restrict
+from quire.service.versions import attachable, parse_version
+from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, restrict
 from quire.sqlite.statements import StatementRunner
 
 CACHE_KIB = 4_096
@@ -41,9 +41,13 @@ class SqlTarget:
     name: str
     version: str = ""
     writable: bool = True
+    may_attach: Callable[[str], bool] = field(default=nothing_attached, compare=False, repr=False)
+    """Which other databases its SQL may attach, for reading."""
 
     @classmethod
-    def parse(cls, text: str, *, writable: bool = True) -> SqlTarget:
+    def parse(
+        cls, text: str, *, writable: bool = True, may_attach: Callable[[str], bool] = nothing_attached
+    ) -> SqlTarget:
         """
         >>> SqlTarget.parse("shop@monday")
         SqlTarget(name='shop', version='monday', writable=False)
@@ -51,7 +55,7 @@ class SqlTarget:
         name, sign, version = text.partition("@")
         if not name or (sign and not version):
             raise InvalidInput("a database is named as in shop or shop@monday", name=text[:80])
-        return cls(name, version, writable and not version)
+        return cls(name, version, writable and not version, may_attach)
 
 
 class SqlConnection:
@@ -67,6 +71,12 @@ class SqlConnection:
         self.idle_since = 0.0
         self.is_broken = False
         """Something went wrong with it that nobody understands."""
+
+    def lend(self, target: SqlTarget, may_attach: Callable[[str], bool]) -> Self:
+        """It is used for this from now on."""
+        self.target = target
+        self._policy.may_attach = may_attach
+        return self
 
     @property
     def is_clean(self) -> bool:
@@ -103,7 +113,7 @@ class ConnectionPool:
             waiting = self._idle.get((db_id, target.version, target.writable))
             if waiting:
                 self._idle_count -= 1
-                return waiting.pop()
+                return waiting.pop().lend(target, attachable(self._store, target.may_attach))
         return self._open(target, db_id)
 
     def take_unsynced(self, target: SqlTarget) -> SqlConnection:
@@ -191,7 +201,7 @@ class ConnectionPool:
             connection.close()
             raise
         self.opened += 1
-        return SqlConnection(runner, policy, target, db_id)
+        return SqlConnection(runner, policy, target, db_id).lend(target, attachable(self._store, target.may_attach))
 
     def _connect(self, target: SqlTarget) -> Any:
         if not target.version:

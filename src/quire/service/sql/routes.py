@@ -108,7 +108,7 @@ class SqlPart:
         text = self._context.database(connection)
         name = base_name(text)
         grant.check(name)
-        return SqlTarget.parse(text, writable=grant.may(name, write=True))
+        return SqlTarget.parse(text, writable=grant.may(name, write=True), may_attach=grant.may_attach)
 
     # ── pipelines ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def pipeline(self, request: Request) -> Response:
