@@ -8,6 +8,7 @@ Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
@@ -79,16 +80,16 @@ class HeldLsns:
             return tuple(sorted(self._held))
 
 
-class KvRanges:
+class KvRanges(ABC):
     """Ranges, made of `batches` and `pairs`."""
 
+    @abstractmethod
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
-        """The keys and values of a range; what the implementations bring."""
-        raise NotImplementedError
+        """The keys and values of a range."""
 
+    @abstractmethod
     def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
         """The same as pairs, some at a time."""
-        raise NotImplementedError
 
     def scan_batches(
         self,

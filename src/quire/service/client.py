@@ -40,13 +40,13 @@ from quire.service import messages as m
 from quire.service.channel import CALL_SECONDS, Channel
 from quire.service.commands import CommandResult, RemoteCommand
 from quire.service.data_actions import OfName
+from quire.service.lease_renewal import LeaseRenewal
 from quire.service.pipeline import Pipeline, RemoteGuard
 from quire.service.remote_feed import RemoteFeed
 from quire.service.remote_jobs import RemoteJobs, RemotePageReader
 from quire.service.remote_kv import RemoteKv
 from quire.service.remote_sqlite import RemoteDriver, version_of
 from quire.service.remote_stream import RemoteStream
-from quire.service.renewing import Renewing
 from quire.service.sockets import SCHEME, where_owner_listens
 from quire.service.sql_actions import OpenSql
 from quire.service.tickets import LogMode
@@ -93,7 +93,7 @@ class Client:
         """Everything that was committed, in order, for subscribers."""
         self.jobs = RemoteJobs(channel)
         """Work that survives crashes."""
-        self._renewing = Renewing(channel)
+        self._renewing = LeaseRenewal(channel)
         self._streams = WeakSet[RemoteStream]()
         try:
             self.server: Hello = channel.call("hello", m.Nothing())

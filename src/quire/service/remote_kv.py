@@ -9,7 +9,7 @@ Threads: any; a scan belongs to one. Raises what a set in this process raises, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
@@ -17,11 +17,10 @@ from quire.core.errors import InvalidInput, LeaseExpired, QuireError, StoreClose
 from quire.lsm.kv import Stats
 from quire.lsm.reading import KvIterator, KvRanges
 from quire.lsm.short_scan import Pair
-from quire.lsm.view import prefix_end
 from quire.lsm.wal import Buffer, as_bytes, checked_batch
 from quire.service import data_actions as d
 from quire.service.channel import Channel
-from quire.service.renewing import Renewing
+from quire.service.lease_renewal import LeaseRenewal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +32,7 @@ UPKEEP_SECONDS = 3_600.0
 class RemoteRanges(KvRanges):
     """Ranges of a set, or of a snapshot of it, in pages."""
 
-    def __init__(self, channel: Channel, name: str, renewing: Renewing) -> None:
+    def __init__(self, channel: Channel, name: str, renewing: LeaseRenewal) -> None:
         self._channel = channel
         self._renewing = renewing
         self.name = name
@@ -87,22 +86,9 @@ class RemoteRanges(KvRanges):
                 columns = [pa.array(page.keys, pa.binary()), pa.array(page.values, pa.binary())]
                 yield pa.record_batch(columns, schema=PAIR)
 
-    def scan(
-        self,
-        *,
-        prefix: Buffer | None = None,
-        low: Buffer = b"",
-        high: Buffer | None = None,
-        reverse: bool = False,
-    ) -> Iterator[Pair]:
-        """The keys that begin with `prefix`, or those in [low, high), with their values, a pair at a time."""
-        if prefix is not None:
-            if low or high is not None:
-                raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave one of them out")
-            low = as_bytes(prefix)
-            high = prefix_end(low)
-        pages = self._pages(as_bytes(low), None if high is None else as_bytes(high), reverse)
-        return (pair for page in pages for pair in zip(page.keys, page.values))
+    def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
+        """The same as pairs, a page at a time."""
+        return (zip(page.keys, page.values) for page in self._pages(low, high, reverse))
 
 
 class RemoteKv(RemoteRanges):
@@ -167,7 +153,7 @@ class RemoteKv(RemoteRanges):
 class RemoteKvSnapshot(RemoteRanges):
     """A set as it was; made by `RemoteKv.snapshot`."""
 
-    def __init__(self, channel: Channel, name: str, renewing: Renewing, held: d.HeldSnapshot) -> None:
+    def __init__(self, channel: Channel, name: str, renewing: LeaseRenewal, held: d.HeldSnapshot) -> None:
         super().__init__(channel, name, renewing)
         self.lsn = held.lsn
         self._snapshot = held.snapshot

@@ -26,7 +26,7 @@ from quire.core.errors import InvalidInput, LeaseExpired, QuireError
 from quire.service import sql_actions as s
 from quire.service.channel import Channel
 from quire.service.data_actions import OfHolding
-from quire.service.renewing import Renewing
+from quire.service.lease_renewal import LeaseRenewal
 from quire.sqlite.pep249 import errors
 from quire.sqlite.pep249.adapters import adapt_parameter
 from quire.sqlite.pep249.driver import Columns, DriverCursor, Prepared
@@ -52,7 +52,7 @@ FUNCTIONS = frozenset({("floor", 1), ("regexp", 2)})
 class RemoteDriver:
     """One connection. Made by `client.sqlite(name)`."""
 
-    def __init__(self, channel: Channel, renewing: Renewing, request: s.OpenSql, close: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel, renewing: LeaseRenewal, request: s.OpenSql, close: Callable[[], None]) -> None:
         """`close` is called when the connection is closed."""
         # what the classes above ask for
         self.functions = FUNCTIONS

@@ -112,8 +112,10 @@ def _kept(session: SqlSession, key: str, now_ms: int) -> tuple[bytes, bytes] | N
     if not there:
         return None
     query = f"select digest, answer from {TABLE} where key = ? and at_ms >= ?"
-    rows = runner.run(query, (key, now_ms - KEEP_MS)).rows(2)
-    return (bytes(rows[0][0]), bytes(rows[0][1])) if rows else None  # type: ignore[arg-type]  # blobs, by the table
+    for digest, answer in runner.run(query, (key, now_ms - KEEP_MS)).rows(2):
+        if isinstance(digest, bytes) and isinstance(answer, bytes):
+            return digest, answer
+    return None
 
 
 def _keep(session: SqlSession, key: str, digest: bytes, answer: bytes, now_ms: int) -> Work[None]:

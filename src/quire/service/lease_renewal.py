@@ -20,7 +20,7 @@ RENEW_SECONDS = 8.0
 """Several times within what the owner waits for."""
 
 
-class Renewing:
+class LeaseRenewal:
     """See above; one for each client."""
 
     def __init__(self, channel: Channel) -> None:
