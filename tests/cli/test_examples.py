@@ -37,7 +37,7 @@ from tests.rules.tree import SRC
 IN_ORDER = (
     "init", "create", "jobs ls", "jobs show", "jobs cancel", "jobs retry", "jobs work",
     "sqlite import", "ls", "info", "why", "snapshot create", "snapshot ls", "snapshot show", "snapshot diff",
-    "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "sqlite unfollow",
+    "fork", "rollback", "tree", "sqlite export", "sqlite shell", "sqlite follow", "sqlite unfollow",
     "restore", "checkpoint", "merge", "evict", "hydrate", "retention set",
     "retention show", "retention plan", "retention apply", "retention clear", "stats", "metrics", "verify",
     "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify",
@@ -74,6 +74,7 @@ EXPECTED: dict[str, str] = {
     "why": "has not checkpointed it yet",
     "snapshot diff": "both are the same version",
     "fork": "as shop was at snapshot monday",
+    "rollback": "nothing to do: shop is what it was at snapshot monday",
     "sqlite shell": "3 apples",
     "kv get": "3 apples",
     "stream read": "ann bought apples",

@@ -311,6 +311,20 @@ def test_a_fork_begins_at_any_version(run: Run, path: Path, tmp_path: Path) -> N
     assert "no such snapshot" in run("fork", "prices", "nowhere", "--at", "3:x").err
 
 
+def test_a_rollback_says_how_to_undo_it(run: Run, shop: Path) -> None:
+    done = run("rollback", "shop", "--to", "monday")
+    told, _, undo = done.out.splitlines()
+    assert told == "shop is what it was at snapshot monday (id 1): 4 pages changed"
+    assert first_byte(shop, "shop") == b"a"
+    assert run(*undo.split("`")[1].split()[1:]).code == 0
+    assert first_byte(shop, "shop") == b"b"
+    data = run("rollback", "shop", "--to", "0s", "--json").data
+    assert (data["changed_pages"], data["snapshot"]) == (0, "")
+    assert "also names a version" in run("rollback", "shop", "--to", "mundey").err
+    assert run("rollback", "clicks", "--to", "1h").code == 2
+    assert "rolled back; before it" in run("audit", "shop").out
+
+
 def test_a_key_value_database_is_forked_at_snapshots_only(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.create("sessions", "lsm")

@@ -32,6 +32,7 @@ from quire.manifest.ops.databases import (
     FoldLsm,
     PruneAudit,
     RecordLsmEnds,
+    RecordRollback,
     RegisterDb,
     RemoveDb,
     RenameDb,
@@ -89,7 +90,7 @@ class BatchMaker:
     """Makes random batches over a small world: a handful of names, slots, segments and jobs, so that they collide."""
 
     STORIES = (
-        "register", "rename", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
+        "register", "rename", "rollback", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
         "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
         "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file", "clamp", "reserve", "verified",
     )  # fmt: skip
@@ -143,6 +144,9 @@ class BatchMaker:
             namespace_id=self._any([key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] if self._chance(3) else []) or 0,
         )
         return [RegisterDb(self._next(txn, Counter.DB), record)]
+
+    def rollback(self, txn: ReadTxn) -> list[Op]:
+        return [RecordRollback(self._db(txn), to_lsn=1, to_ms=2, lsn=9, before_lsn=8, snapshot="s", changed_pages=3)]
 
     def rename(self, txn: ReadTxn) -> list[Op]:
         return [SetDbOptions(self._db(txn), {"a": "b"}), RenameDb(self._db(txn), self.rng.choice(self.NAMES))]

@@ -52,6 +52,7 @@ from quire.manifest.ops.databases import (
     FoldLsm,
     PruneAudit,
     RecordLsmEnds,
+    RecordRollback,
     RegisterDb,
     RemoveDb,
     RenameDb,
@@ -230,6 +231,7 @@ def story() -> Iterator[Op]:
     yield from (ReserveIds(Counter.JOB, 5), ReserveIds(Counter.CURSOR, 9))
     yield from (RegisterDb(n, DbRecord(f"ash-{n}", DbKind.PAGES, 0, namespace_id=2 * n - 1)) for n in (1, 2))
     yield from (UpdateDbStatus(1, DbStatus.READ_ONLY), UpdateDbStatus(1, DbStatus.ACTIVE), RenameDb(1, "oak"))
+    yield RecordRollback(1, to_lsn=1, to_ms=2, lsn=9, before_lsn=8, snapshot="s", changed_pages=3)
     yield from (SetDbPageSize(1, 4096, 16384, b""), SetRetention(1, RetentionRecord(keep_last=3)))
     yield from (ReserveGeneration(1, generation) for generation in (1, 2, 3, 4))
     # write-ahead log: three segments, the second held by an upload

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_snapshots_forks_and_views(client: Client, store: Store) -> None:
     assert view == store.pages.view("shop", "monday")
     with view.open(store.pages.sources) as reader:
         assert reader.read_page(0)[:1] == b"a"
+    done = client.rollback("shop", to="monday")
+    assert done.snapshot == f"before-rollback-{done.before_lsn}"
+    with store.pages.open("shop").open_snapshot() as reader:
+        assert (reader.lsn, reader.read_page(0)[:1]) == (done.lsn, b"a")
+    client.rollback("shop", to=done.before_lsn)
+    with store.pages.open("shop").open_snapshot() as reader:
+        assert reader.read_page(0)[:1] == b"b"
+    assert client.fork("shop", "then", at=datetime.now(UTC)).parent == "shop"
     assert client.drop_snapshot("shop", "monday") == monday
     with pytest.raises(quire.UnknownSnapshot):
         client.view("shop", "monday")

@@ -17,12 +17,13 @@ from quire.archive.window import RestorableRange, abandoned_epochs, restorable_r
 from quire.cli.command import Cli, CliResult, confirm, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, moment_of, size, span
+from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.lookup import Runner, Yes, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
 from quire.core.json_values import plain
+from quire.core.moments import parse_moment
 from quire.core.settings import ObjectSettings
 from quire.durable import names
 from quire.durable.files import OsDisk
@@ -311,7 +312,7 @@ def restore_store(
     """
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
     reached.check("--endpoint")
-    at_ms = moment_of(at, "--at", now_ms=CLOCK.now_ms()) if at else None
+    at_ms = parse_moment(at, "--at", now_ms=CLOCK.now_ms()) if at else None
     restored = restoring.restore(
         url,
         directory or cli.path,

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import moment, moment_of, size
+from quire.cli.formatting import moment, size
 from quire.cli.lookup import any_database, names_of
 from quire.cli.output import Listing, Row
 from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
+from quire.core.moments import parse_moment
 from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ WORDS = {
     "forked": "forked as",
     "forked_from": "forked from",
     "database_dropped": "database dropped",
+    "database_undropped": "database undropped",
     "found_damaged": "found damaged",
+    "rolled_back": "rolled back; before it",
 }
 """Actions that are not told by their own name."""
 
@@ -34,15 +37,17 @@ def audit(
         str,
         Argument(metavar="[DB]", help="A database's name, or the id of a dropped one.", show_default="default: all"),
     ] = "",
-    since: Annotated[str, Option(metavar="WHEN", help="Start: an age (90s, 15m, 2h, 7d) or a date in UTC.")] = "",
+    since: Annotated[
+        str, Option(metavar="WHEN", help="Start: an age (15m, '2 hours ago'), a day or a date in UTC.")
+    ] = "",
     until: Annotated[str, Option(metavar="WHEN", help="End, exclusive; as --since.")] = "",
     limit: Annotated[int, Option(min=0, metavar="N", help="Only the newest N; 0 for all.")] = 50,
 ) -> Listing:
     """Show the history of databases: snapshots, forks, deletions."""
     with cli.reader() as manifest:
         now = manifest.clock.now_ms()
-        since_ms = moment_of(since, "--since", now_ms=now) if since else 0
-        until_ms = moment_of(until, "--until", now_ms=now) if until else None
+        since_ms = parse_moment(since, "--since", now_ms=now) if since else 0
+        until_ms = parse_moment(until, "--until", now_ms=now) if until else None
         if until_ms is not None and until_ms <= since_ms:
             raise InvalidInput(
                 "`--until` is not after `--since`", hint="`--since 2h --until 1h` is an hour", since=since, until=until

@@ -6,10 +6,11 @@ from typing import Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, moment, moment_of, size
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bars
 from quire.cli.output import Note
 from quire.core.clock import SystemClock
+from quire.core.moments import parse_moment
 
 
 @command("backup", example="quire backup /mnt/backups/shop")
@@ -61,7 +62,7 @@ def restore_db(
     The archived moment is restored into scratch and claims nothing. The database appears under its new name when it is
     complete and was compared with the archive. Its snapshots are not copied; records of a stream get new ids and times.
     """
-    at_ms = moment_of(at, "--at", now_ms=SystemClock().now_ms()) if at else None
+    at_ms = parse_moment(at, "--at", now_ms=SystemClock().now_ms()) if at else None
     with cli.owner() as store, Bars() as bars:
         done = store.restore_db(
             url,

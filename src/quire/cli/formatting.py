@@ -1,20 +1,18 @@
-"""Values as people read and type them: sizes, times, durations, counts, and records as short lists of fields.
+"""Values as people read them: sizes, times, counts, and records as short lists of fields. What they type is read by
+`core/moments.py`.
 
-Pure functions, except for the local time zone. Parsing raises `InvalidInput`.
+Pure functions, except for the local time zone.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import fields
 
-from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey
 from quire.core.json_values import plain
 from quire.core.limits import GIB, KIB, MIB
@@ -24,14 +22,6 @@ if TYPE_CHECKING:
 
 SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has them whole."""
-
-UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
-SECONDS_MAX = 1_000 * 366 * 86_400
-"""A thousand years: longer is a typing mistake."""
-
-_DURATION = re.compile(r"(?:[0-9]{1,15}[smhdw])+")
-_PART = re.compile(r"([0-9]+)([smhdw])")
-HINT = "use 90s, 15m, 2h, 7d or 4w"
 
 
 def telling(record: msgspec.Struct) -> dict[str, Any]:
@@ -160,57 +150,3 @@ def article(word: str) -> str:
     ('a pages', 'an lsm')
     """
     return f"an {word}" if word == "lsm" or word[0] in "aeio" else f"a {word}"
-
-
-# ── durations and times as people type them ───────────────────────────────────────────────────────────────────────────
-def seconds_of(text: str, option: str) -> int:
-    """The seconds of a duration: 90s, 15m, 2h, 1h30m, 7d, 4w; 0 needs no unit.
-
-    >>> (
-    ...     seconds_of("90s", "--keep"),
-    ...     seconds_of("1h30m", "--keep"),
-    ...     seconds_of("7d", "--keep"),
-    ...     seconds_of("0", "--keep"),
-    ... )
-    (90, 5400, 604800, 0)
-    >>> seconds_of("soon", "--keep")
-    Traceback (most recent call last):
-        ...
-    quire.core.errors.InvalidInput: `--keep` takes a duration (given='soon'); use 90s, 15m, 2h, 7d or 4w
-    """
-    if text != "0" and not _DURATION.fullmatch(text):
-        raise InvalidInput(f"`{option}` takes a duration", hint=HINT, given=text)
-    seconds = sum(int(number) * UNITS[unit] for number, unit in _PART.findall(text))
-    if seconds > SECONDS_MAX:
-        raise InvalidInput(f"`{option}` takes a duration of at most a thousand years", hint=HINT, given=text)
-    return seconds
-
-
-def moment_of(text: str, option: str, *, now_ms: int) -> int:
-    """The milliseconds of a moment: a duration before now, or a date with or without a time, in UTC unless it says otherwise.
-
-    >>> moment_of("2h", "--since", now_ms=10_000_000), moment_of("1970-01-01T01:00", "--since", now_ms=0)
-    (2800000, 3600000)
-    """
-    if _DURATION.fullmatch(text):
-        return max(now_ms - seconds_of(text, option) * 1000, 0)
-    try:
-        at = datetime.fromisoformat(text)
-        if at.tzinfo is None:
-            at = at.replace(tzinfo=UTC)
-        return max(int(at.timestamp() * 1000), 0)
-    except (ValueError, OverflowError):
-        hint = "use an age (90s, 15m, 2h, 7d) or a date in UTC (2026-05-01, 2026-05-01T14:30)"
-        raise InvalidInput(f"`{option}` takes a time", hint=hint, given=text) from None
-
-
-def duration(seconds: int) -> str:
-    """The shortest way to type it.
-
-    >>> duration(2_592_000), duration(5_400), duration(61), duration(0)
-    ('30d', '90m', '61s', '0s')
-    """
-    for unit, seconds_per in (("d", 86_400), ("h", 3_600), ("m", 60)):
-        if seconds and not seconds % seconds_per:
-            return f"{seconds // seconds_per}{unit}"
-    return f"{seconds}s"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Option, command
-from quire.cli.formatting import count_of, moment, seconds_of, size, span
+from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.job_progress import Bench
 from quire.cli.jobs import job_json, state_text
 from quire.cli.lookup import Yes, names_in, names_of
@@ -24,6 +24,7 @@ from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
+from quire.core.moments import parse_duration
 from quire.durable.names import parse_object_key
 from quire.manifest import tables as t
 from quire.manifest.namespaces import retired_objects
@@ -108,7 +109,7 @@ def _keep(cli: Cli, name: str, until: str) -> Note:
     if artifact is None or not until:
         hint = "`quire gc --keep 00000001/00000000/base:00000001 --until 7d`; `quire why DATABASE` shows names"
         raise InvalidInput("`--keep` takes an object's key, and `--until` a duration", hint=hint, given=name)
-    seconds = seconds_of(until, "--until")
+    seconds = parse_duration(until, "--until")
     with cli.owner() as store:
         until_ms = store.manifest.clock.now_ms() + seconds * 1000 if seconds else 0
         store.manifest.jobs.keep_until(artifact, until_ms).result()

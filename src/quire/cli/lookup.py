@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Argument, Option
-from quire.cli.formatting import moment, moment_of
+from quire.cli.formatting import moment
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
 from quire.core.logs import configure
+from quire.core.moments import parse_version
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, WalState
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from quire.manifest.reads import ReadTxn
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
@@ -202,28 +204,11 @@ def version_of(where: Any, database: str, text: str) -> VersionRef:
         info = snapshot_named(where, database, text)
         return VersionRef(f"as of snapshot {title_of(info)}", snapshot=info)
     except UnknownSnapshot as unknown:
-        if (epoch := _epoch(text)) is not None:
-            return VersionRef(f"as of epoch {text}", at=epoch)
-        try:
-            now_ms = SystemClock().now_ms()
-            at_ms = moment_of(text, "--at", now_ms=now_ms)
-        except InvalidInput:
-            also = "an epoch (3:4711) or a time (15m, 2026-05-01T14:30) also names a version"
-            raise UnknownSnapshot(unknown.what, hint=f"{unknown.hint}; {also}", **unknown.where) from None
-        if at_ms > now_ms:
-            raise InvalidInput(
-                "the time is in the future", hint="omit `--at` for the newest version", given=text
-            ) from None
-
-    return VersionRef(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))
-
-
-def _epoch(text: str) -> Epoch | None:
-    """`3:4711`: the segment, and the lsn."""
-    segment, colon, lsn = text.partition(":")
-    digits = segment + lsn
-    if not (colon and segment and lsn and digits.isascii() and digits.isdecimal()):
-        return None
-    if len(segment) > 10 or len(lsn) > 20:
-        return None
-    return Epoch(int(lsn), int(segment))
+        now_ms = SystemClock().now_ms()
+        at = parse_version(text, now_ms=now_ms, unknown=unknown)
+    if isinstance(at, Epoch):
+        return VersionRef(f"as of epoch {text}", at=at)
+    at_ms = int(at.timestamp() * 1000)
+    if at_ms > now_ms:
+        raise InvalidInput("the time is in the future", hint="leave it out for the newest version", given=text)
+    return VersionRef(f"as it was {moment(at_ms)}", at=at)

@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "tree": ("tree", "Show database lineage: databases, snapshots and forks."),
     "why": ("why", "Explain why data is retained and how to free it."),
     "fork": ("snapshots", "Fork a database: create a copy that shares its data."),
+    "rollback": ("snapshots", "Undo everything since a version, in place."),
     "checkpoint": ("checkpoint", "Write the WAL of page databases to chunks now."),
     "merge": ("checkpoint", "Merge chunks and their deltas into new chunks now."),
     "evict": ("checkpoint", "Remove local copies that the object store also has."),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "stores": ("create", "drop", "rename"),
-    "snapshots": ("create", "drop", "fork"),
+    "snapshots": ("create", "drop", "fork", "rollback"),
     "retention": ("set_", "clear", "apply"),
     "checkpoint": ("checkpoint", "merge", "evict", "hydrate", "restore"),
     "verify": ("verify",),

@@ -22,13 +22,14 @@ from msgspec.structs import replace
 from quire.cli.command import Cli, CliResult, agreed, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, duration, moment, seconds_of, size
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import bar, failure_of
 from quire.cli.lookup import Database, Yes, names_in, title_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 from quire.core.json_values import plain
+from quire.core.moments import duration, parse_duration
 from quire.manifest.records import JobKind, RetentionRecord
 from quire.manifest.retention import check_policy, has_rules
 from quire.store.shares import ExclusiveShare, snapshots_share
@@ -102,7 +103,7 @@ def set_(
         "hourly": hourly,
         "daily": daily,
         "weekly": weekly,
-        "keep_seconds": None if keep is None else seconds_of(keep, "--keep"),
+        "keep_seconds": None if keep is None else parse_duration(keep, "--keep"),
         "keep_named": keep_named,
         "schedules": None if schedule is None else _schedules(schedule),
     }

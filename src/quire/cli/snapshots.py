@@ -1,4 +1,4 @@
-"""Commands about versions: snapshot create, ls, show, drop and diff; fork.
+"""Commands about versions: snapshot create, ls, show, drop and diff; fork; rollback.
 
 Rules
   1. Looking needs a reader; making and dropping need the owner.
@@ -7,6 +7,7 @@ Rules
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,16 +38,10 @@ from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
 from quire.store.shares import snapshots_share
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
-    from quire.core.ids import Epoch
     from quire.manifest.differences import SlotDiff, SnapshotDiff
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
-    from quire.service.client import Client
-    from quire.service.values import DatabaseInfo
     from quire.store.shares import ExclusiveShare
-    from quire.store.store import Store
 
 NOW = "now"
 """The word for a database as it is, where a snapshot is asked for."""
@@ -89,7 +84,7 @@ def fork(
     """Fork a database: create a copy that shares its data.
 
     The two share all data until one of them changes it; nothing is copied, whatever the size. VERSION is a snapshot, an epoch
-    (3:4711, as exports print it) or a time (15m for 15 minutes ago, or a date).
+    (3:4711, as exports print it) or a time (15m, '2 hours ago', yesterday, 'yesterday 18:00', 2026-05-01T14:30).
     """
     with cli.keeper() as store:
         info = store.database(database)
@@ -100,26 +95,34 @@ def fork(
             need_pages(info, "can be forked between snapshots")
         settled(store, database)
         tags = tags_of(tag or [], reserved="")
-        if version.at is None:
-            snapshot_id = version.snapshot.snapshot_id if version.snapshot else None
-            created = store.fork(database, new, at=snapshot_id, tags=tags)
-        else:
-            created = _forked_back(cli, store, database, new, version.at)
-            if tags:
-                created = store.set_options(new, tags={**created.tags, **tags})
+        snapshot_id = version.snapshot.snapshot_id if version.snapshot else None
+        created = store.fork(database, new, at=version.at or snapshot_id, tags=tags)
     return Note(text=f"created {created.name} with id {created.db_id}, as {database} {version.then}", data=created)
 
 
-def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: Epoch | datetime) -> DatabaseInfo:
-    """A fork of a version that is no snapshot: the owner makes it, in its own process."""
-    if not hasattr(store, "manifest"):
-        with cli.owner() as owned:  # it is locked, so that the whole command is done there
-            return _forked_back(cli, owned, database, new, at)
-    from quire.sqlite.connect import fork_at
+@command("rollback", example="quire rollback shop --to monday")
+def rollback(
+    cli: Cli,
+    database: Database,
+    to: Annotated[str, Option("--to", metavar="VERSION", help="A snapshot, an epoch or a time.")],
+) -> Note | Report:
+    """Undo everything since a version, in place.
 
-    here: Any = store
-    fork_at(here.manifest, here.pages, database, new, at)
-    return store.database(new)
+    The database becomes what it was, as a new version: VERSION is a snapshot, an epoch (3:4711) or a time (15m, '2 hours ago',
+    'yesterday 18:00'). What it was before is kept as a snapshot, and rolling back to that one undoes the rollback. Programs
+    that have the database open go on with the new version.
+    """
+    with cli.owner() as store:
+        need_pages(store.database(database), "can be rolled back")
+        version = version_of(store, database, to)
+        settled(store, database)
+        snapshot = version.snapshot
+        done = store.rollback(database, to=snapshot.name or snapshot.anchor_lsn if snapshot else version.at or to)
+    if not done.snapshot:
+        return Note(text=f"nothing to do: {database} is what it {version.then}", data=done)
+    text = f"{database} is what it {version.then}: {count_of(done.changed_pages, 'page')} changed"
+    undo = f"undo with `quire rollback {shlex.quote(database)} --to {done.snapshot}`"
+    return Report(parts=[Note(text=text, data=None), Note(text=undo, data=None)], data=done)
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size, visible
 from quire.cli.job_progress import Bars
 from quire.cli.lookup import At, Database, Log, log_to, need_pages, settled, version_of
-from quire.cli.output import Note, until_interrupted
+from quire.cli.output import Note, Report, until_interrupted
 from quire.core.errors import InvalidInput, StoreLocked
 from quire.core.json_values import plain
 from quire.service.sockets import find_owner
@@ -48,7 +48,7 @@ def import_(
     file: File,
     name: Name = "",
     lock: Annotated[bool, Option("--lock/--no-lock", help="Keep other programs from writing meanwhile.")] = True,
-) -> Note:
+) -> Report:
     """Import a SQLite database, with its -wal file.
 
     It becomes a new database, or a new version of an existing one, of which only the changed pages are written. Other programs
@@ -64,7 +64,7 @@ def import_(
         text = f"imported {file} into {done.name}: {changed} differ, {total}"
     else:
         text = f"{done.name} already matches {file}: {count_of(done.size_pages, 'page')}, {total}"
-    return Note(text=f"{text}\n{done.note}" if done.note else text, data=done)
+    return Report(parts=[Note(text=line, data=None) for line in (text, done.note) if line], data=done)
 
 
 @command("export", group, example="quire sqlite export shop ./monday.db --at monday")

@@ -13,12 +13,13 @@ from typing import Annotated
 from quire.archive import clones as registered
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import moment, moment_of
+from quire.cli.formatting import moment
 from quire.cli.lookup import Log, Yes, log_to
 from quire.cli.output import Listing, Note, Row, until_interrupted
 from quire.core.clock import SystemClock
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
+from quire.core.moments import parse_moment
 from quire.core.settings import ObjectSettings
 from quire.objects.options import options_of
 from quire.store import cloning
@@ -140,7 +141,7 @@ def clone(
     """
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
     reached.check("--endpoint")
-    at_ms = moment_of(at, "--at", now_ms=SystemClock().now_ms()) if at else None
+    at_ms = parse_moment(at, "--at", now_ms=SystemClock().now_ms()) if at else None
     made = cloning.clone(source, directory, at_ms=at_ms, store_id=store_id, options=options_of(reached, "objects"))
     text = (
         f"{made.path} is store {made.store_id}, as {made.parent_id} was at {moment(made.at_ms)} ({made.seconds:.1f} s)"

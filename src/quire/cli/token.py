@@ -6,8 +6,9 @@ from typing import Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Group, Option, command
-from quire.cli.formatting import count_of, duration, seconds_of
+from quire.cli.formatting import count_of
 from quire.cli.output import Facts, Note, Report
+from quire.core.moments import duration, parse_duration
 from quire.service.signed_tokens import create_token
 
 group = Group("token")
@@ -39,7 +40,7 @@ def create(
     with cli.reader() as manifest, manifest.read() as txn:
         for name in (*wanted, *attached):
             txn.database_id(name)  # one that does not exist is a mistake of the person, not a token for later
-    seconds = seconds_of(ttl, "--ttl") if ttl else None
+    seconds = parse_duration(ttl, "--ttl") if ttl else None
     token = create_token(cli.path, wanted, read_only=ro, attach=attached, ttl_seconds=seconds)
     what = ", ".join(wanted) if len(wanted) < 4 else count_of(len(wanted), "database")
     may = f"{'read' if ro else 'read and write'} {what or 'every database'}"

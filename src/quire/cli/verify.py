@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, seconds_of, size
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bench, failure_of
 from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import Facts, Listing, Report, Row
+from quire.core.moments import parse_duration
 from quire.manifest.verification import told
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def verify(
     manifest itself, on disk and in the object store. Exit code 1 if data is missing or altered.
     """
     need_runner(runner)
-    age = seconds_of(max_age, "--max-age") if max_age else 0
-    longest = seconds_of(max_duration, "--max-duration") if max_duration else 0
+    age = parse_duration(max_age, "--max-age") if max_age else 0
+    longest = parse_duration(max_duration, "--max-duration") if max_duration else 0
     if dry_run:
         with cli.reader() as manifest:
             return _outlook(manifest, age)

@@ -116,6 +116,7 @@ TOUCHES: dict[type[Op], Touches] = {
         databases=_fields("db_id", "record.parent_db_id"),
     ),
     databases.UpdateDbStatus: _touches(t.DB, databases=_DB),
+    databases.RecordRollback: _touches(t.AUDIT, databases=_DB),
     databases.SetDbOptions: _touches(t.DB, databases=_DB),
     databases.RenameDb: _touches(t.DB, t.DB_NAMES, databases=_DB),
     databases.ReserveGeneration: _touches(t.DB, databases=_DB),

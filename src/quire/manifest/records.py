@@ -326,6 +326,8 @@ class AuditAction(IntEnum):
     DELETED = 8
     DATABASE_DROPPED = 9
     FOUND_DAMAGED = 10
+    ROLLED_BACK = 11
+    DATABASE_UNDROPPED = 12
 
 
 class AuditRecord(Record, frozen=True):

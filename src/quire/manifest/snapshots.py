@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.barrier import changes
-from quire.core.errors import ArtifactGone, InvalidInput, StalePlan, UnknownArtifact
-from quire.core.ids import ArtifactKey
+from quire.core.errors import ArtifactGone, InvalidInput, StalePlan, UnknownArtifact, UnknownSnapshot
+from quire.core.ids import ArtifactKey, Epoch
 from quire.core.limits import CHUNK_BYTES
+from quire.core.moments import parse_version
+from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.differences import View, compare, read_leaves
 from quire.manifest.ops.base import Counter
@@ -88,6 +91,24 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     expires_at_ms: int
     anchor_time_ms: int
     tags: dict[str, str]
+
+
+class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollback of a page database did."""
+
+    database: str
+    db_id: int
+    to_lsn: int
+    """The version that the database is equal to now."""
+    to_ms: int
+    """When that one was committed."""
+    lsn: int
+    """The new version."""
+    before_lsn: int
+    """The version before the rollback."""
+    snapshot: str
+    """The name under which that one is kept; empty if nothing had to be changed."""
+    changed_pages: int
 
 
 class SnapshotDetail(msgspec.Struct, frozen=True):
@@ -258,6 +279,14 @@ class Snapshots:
         with self._manifest.read() as txn:
             db_id, _ = txn.require_database(db)
             return _info(db_id, *txn.require_snapshot(db_id, snapshot))
+
+    def find(self, db: int | str, text: str) -> SnapshotInfo | Epoch | datetime:
+        """The version that a text names: a snapshot's name, else an epoch (3:4711) or a moment (`core/moments.py`)."""
+        try:
+            check_name("snapshot", text.replace("/", "-"))  # a zone has a slash
+            return self.get(db, text)
+        except UnknownSnapshot as unknown:
+            return parse_version(text, now_ms=self._manifest.clock.now_ms(), unknown=unknown)
 
     def describe(self, db: int | str, snapshot: int | str) -> SnapshotDetail:
         """A snapshot and the sizes of what it holds."""

@@ -13,9 +13,13 @@ from quire.service.grants import Grant
 from quire.service.values import DatabaseInfo, StoreInfo
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
+    from quire.core.ids import Epoch
     from quire.jobs.context import JobContext
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
+    from quire.manifest.snapshots import RolledBack
     from quire.pages.engine import PageEngine
 
 
@@ -72,10 +76,12 @@ class StoreApi(Protocol):
         name: str,
         new_name: str,
         *,
-        at: int | str | None = None,
+        at: int | str | Epoch | datetime | None = None,
         tags: dict[str, str] | None = None,
         compression: str = "",
     ) -> DatabaseInfo: ...
+
+    def rollback(self, name: str, *, to: Any) -> RolledBack: ...
 
     def sqlite(
         self,

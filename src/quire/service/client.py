@@ -19,12 +19,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import pyarrow as pa
 
 from quire.core.errors import InvalidInput, NameTaken, TimedOut, UnknownDatabase
+from quire.core.ids import Epoch
 from quire.core.reader_info import ReaderInfo
 from quire.durable.files import OsDisk
 from quire.lsm.engine import KvVersion
@@ -33,7 +35,7 @@ from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
 from quire.manifest.reads import table_named
 from quire.manifest.records import DbKind, JobKind, JobState
-from quire.manifest.snapshots import SnapshotInfo
+from quire.manifest.snapshots import RolledBack, SnapshotInfo
 from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
@@ -251,12 +253,21 @@ class Client:
         name: str,
         new_name: str,
         *,
-        at: int | str | None = None,
+        at: int | str | Epoch | datetime | None = None,
         tags: dict[str, str] | None = None,
         compression: str = "",
     ) -> DatabaseInfo:
-        """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
-        return self._channel.call("fork", m.Fork(name, new_name, at, tags or {}, compression))
+        """A new database that begins as another one is now, or was `at` a snapshot (its id or name), an epoch or a time
+        ("2 hours ago"); they share what neither has changed."""
+        return self._channel.call("fork", m.Fork(name, new_name, version_text(at), tags or {}, compression))
+
+    def rollback(self, name: str, *, to: At, timeout: float = 600.0) -> RolledBack:
+        """Undo everything since a snapshot, an lsn, an epoch or a time: a page database becomes what it was, as a new version.
+
+        What it was before is kept as the snapshot that the result names; rolling back to that one undoes it.
+        """
+        text = str(Epoch(to, 0)) if isinstance(to, int) else str(version_text(to))
+        return self._channel.call("rollback", m.Rollback(name, text), timeout=timeout, attempt_seconds=timeout)
 
     def set_status(self, name: str, status: str) -> DatabaseInfo:
         """Make a database "read_only", so that every write is refused, or "active" again."""
@@ -458,6 +469,15 @@ class Client:
             return pa.Table.from_batches(batches)
         whole = schema(table_named(table))
         return (whole if wanted is None else pa.schema([whole.field(name) for name in wanted])).empty_table()
+
+
+def version_text(at: int | str | Epoch | datetime | None) -> int | str | None:
+    """A version, to be found at the owner: a snapshot's id or name, an epoch (3:4711) or a time.
+
+    >>> version_text(Epoch(4711, 3)), version_text("monday")
+    ('3:4711', 'monday')
+    """
+    return at.isoformat() if isinstance(at, datetime) else str(at) if isinstance(at, Epoch) else at
 
 
 def _connect_again(uri: str, token_file: str, tls_ca_file: str, call_seconds: float) -> Client:

@@ -37,11 +37,11 @@ from quire.manifest import tables as t
 from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.ops.cursors import DropCursor, RegisterCursor
-from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
+from quire.manifest.ops.databases import DropDb, RecordRollback, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
-from quire.manifest.snapshots import SnapshotInfo
+from quire.manifest.snapshots import RolledBack, SnapshotInfo
 from quire.pages.anchors import lend
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
@@ -162,6 +162,13 @@ class Handlers:
             )
 
         return once(self._manifest, call.key, "fork", (ForkDb,), _db_id, do, self._by_id)
+
+    def do_rollback(self, request: m.Rollback, call: CallContext) -> RolledBack:
+        def again(kept: dict[str, Any]) -> RolledBack:
+            return RolledBack(database=request.name, **kept)
+
+        do = partial(self._store.rollback, request.name, to=request.to)
+        return once(self._manifest, call.key, "rollback", (RecordRollback,), msgspec.structs.asdict, do, again)
 
     def do_status(self, request: m.SetStatus, _: CallContext) -> Any:
         return self._store.set_status(request.name, request.status)

@@ -21,7 +21,7 @@ from quire.manifest.guard import Receipt
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.records import JobKind, JobState
-from quire.manifest.snapshots import SnapshotInfo
+from quire.manifest.snapshots import RolledBack, SnapshotInfo
 from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
@@ -88,6 +88,12 @@ class Fork(Request, frozen=True):
     at: int | str | None = None
     tags: Tags = msgspec.field(default_factory=dict)
     compression: str = ""
+
+
+class Rollback(Request, frozen=True):
+    name: str
+    to: str
+    """A snapshot's name, an epoch (3:4711) or a time."""
 
 
 class SetStatus(Request, frozen=True):
@@ -369,6 +375,7 @@ ACTIONS: dict[str, Action] = {
         Action("status", SetStatus, DatabaseInfo),
         Action("options", SetOptions, DatabaseInfo),
         _once("fork", Fork, DatabaseInfo),
+        _once("rollback", Rollback, RolledBack),
         _once("snapshot.create", MakeSnapshot, SnapshotInfo),
         _once("snapshot.drop", OfSnapshot, SnapshotInfo),
         _read("snapshot.list", ListSnapshots, list[SnapshotInfo]),

@@ -1,9 +1,9 @@
 """`NAME@VERSION`: a database, or one of its versions, in one word of an address (W4, W7).
 
-VERSION is a snapshot's name, an epoch (its number) or a time with its zone; of a version that could be both, the snapshot is
-meant. A database whose own name has an `@` cannot be named here.
+VERSION is a snapshot's name, an epoch (its number, or 3:4711) or a moment as `core/moments.py` reads it; of a version that
+could be both, the snapshot is meant. A database whose own name has an `@` cannot be named here.
 
-Threads: any. Raises `UnknownDatabase`, `InvalidInput`, `InvalidName`.
+Threads: any. Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidName`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from quire.core.errors import InvalidInput, NotFound, UnknownDatabase, WrongKind
+from quire.core.errors import UnknownDatabase, UnknownSnapshot, WrongKind
+from quire.core.ids import Epoch
 from quire.durable.names import check_name
+from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
@@ -47,33 +49,20 @@ def parse_version(manifest: ManifestStore, text: str) -> DatabaseVersion:
     check_name("database", name)
     if not mark:
         return DatabaseVersion(name)
-    check_name("snapshot", version)
-    if _has_snapshot(manifest, name, version):
-        return DatabaseVersion(name, version)
-    if version.isascii() and version.isdecimal() and len(version) <= EPOCH_DIGITS_MAX:
-        return DatabaseVersion(name, int(version))
-    return DatabaseVersion(name, _time(version))
+    return DatabaseVersion(name, find_version(manifest, name, version))
 
 
-def _has_snapshot(manifest: ManifestStore, name: str, version: str) -> bool:
+def find_version(manifest: ManifestStore, name: str, version: str) -> At:
+    """The version of a database that a text names, a number that of an epoch. Blocks for a read of the manifest."""
     try:
-        manifest.snapshots.get(name, version)
-    except UnknownDatabase:
+        at = manifest.snapshots.find(name, version)
+    except UnknownSnapshot:
+        if version.isascii() and version.isdecimal() and len(version) <= EPOCH_DIGITS_MAX:
+            return int(version)
         raise
-    except NotFound:
-        return False
-    return True
-
-
-def _time(version: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(version.replace(" ", "+"))  # a `+` that was decoded as in a form
-    except ValueError:
-        hint = "a snapshot's name, an epoch's number, or a time as in 2026-01-31T12:00:00Z"
-        raise InvalidInput("there is no such version", hint=hint, version=version) from None
-    if moment.tzinfo is None:
-        raise InvalidInput("a time has its zone", hint="as in 2026-01-31T12:00:00Z", version=version)
-    return moment
+    if isinstance(at, SnapshotInfo):
+        return version
+    return at.lsn if isinstance(at, Epoch) else at
 
 
 def attachable(store: StoreApi, may_attach: Callable[[str], bool]) -> Callable[[str], bool]:

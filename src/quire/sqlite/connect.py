@@ -17,16 +17,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from urllib.parse import quote, urlencode
 
 import apsw
 
 from quire.core.barrier import Barrier
+from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, NameTaken, QuireError, ReadOnly, StoreClosed, UnknownDatabase
 from quire.core.ids import Epoch
+from quire.core.moments import parse_moment
 from quire.durable.names import check_name
 from quire.manifest.records import DbKind
+from quire.manifest.snapshots import Anchor, ForkOptions, RolledBack, SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.pages.anchors import publish_at
 from quire.pages.catalog import find_database
@@ -38,6 +41,7 @@ from quire.pages.view import ViewReader
 from quire.sqlite.databases import SharedDatabase, reader_tags
 from quire.sqlite.files import PageReader, ReadOnlyFile
 from quire.sqlite.live import LiveFile
+from quire.sqlite.rollback import roll_back
 from quire.sqlite.vfs import QuireVfs, VfsFile
 
 KEEPER_SECONDS = 1.0
@@ -52,7 +56,7 @@ CACHE_KIB = 65_536
 
 Connection = apsw.Connection
 At = str | int | Epoch | datetime
-"""A snapshot's name, an lsn, an epoch, or a time with its zone."""
+"""A snapshot's name or what else `snapshots.find` understands (2 hours ago), an lsn, an epoch, or a time with its zone."""
 
 
 _live_files: weakref.WeakKeyDictionary[Connection, LiveFile] = weakref.WeakKeyDictionary()
@@ -122,13 +126,21 @@ class SqliteDatabases:
             return self._open(name, {}, timeout, read_only=True)
         return self._open(name, _at_parameters(at) | {"immutable": "1"}, timeout, read_only=True)
 
-    def fork(self, name: str, new_name: str, *, at: At) -> int:
+    def fork(self, name: str | int, new_name: str, *, at: At, options: ForkOptions | None = None) -> int:
         """A new database that begins as another one was `at` a snapshot, an lsn, an epoch or a time; its id."""
         self._check()
         if self._read_only:
             raise ReadOnly("a database is forked by its owner", hint='open the store with mode="rw"', name=new_name)
         _at_parameters(at)  # says what is no version
-        return fork_at(self._manifest, self._engine, name, new_name, at)
+        return fork_at(self._manifest, self._engine, name, new_name, at, options)
+
+    def rollback(self, name: str, *, to: At) -> RolledBack:
+        """Set a database back to what it was at a snapshot, an lsn, an epoch or a time, as a new version (`rollback.py`)."""
+        self._check()
+        if self._read_only:
+            raise ReadOnly("a database is rolled back by its owner", hint='open the store with mode="rw"', name=name)
+        _at_parameters(to)  # says what is no version
+        return roll_back(self._manifest, self._engine, name, to)
 
     def _connect_newest(self, name: str, create: bool, page_size: int, timeout: float) -> Connection:
         database = self._database(self._made(name) if create else self._find(name))
@@ -206,9 +218,9 @@ class SqliteDatabases:
     def _version(self, db_id: int, parameters: Mapping[str, str]) -> PageReader:
         """A version that stays what it is."""
         kind, at = next(iter(_ask(parameters).items()))
-        if kind == "at":
-            return self._engine.open_view(db_id, at)
-        moment = _moment(kind, at)
+        moment = self._manifest.snapshots.find(db_id, at) if kind == "at" else _moment(kind, at, self._manifest.clock)
+        if isinstance(moment, SnapshotInfo):
+            return self._engine.open_view(db_id, moment.snapshot_id)
         if self._read_only:
             return self._engine.open_published_at(db_id, moment, tags=reader_tags())
         store = self._engine.open(db_id)
@@ -308,13 +320,14 @@ def _ask(parameters: Mapping[str, str]) -> dict[str, str]:
     return asked
 
 
-def _moment(kind: str, text: str) -> int | datetime:
+def _moment(kind: str, text: str, clock: Clock) -> int | datetime:
     """An lsn or a time, from a URI."""
+    if kind == "time":
+        return datetime.fromtimestamp(parse_moment(text, kind, now_ms=clock.now_ms()) / 1000, UTC)
     try:
-        return int(text) if kind == "epoch" else datetime.fromisoformat(text)
+        return int(text)
     except ValueError:
-        hint = "an lsn" if kind == "epoch" else "as in 2026-01-31T12:00:00+00:00"
-        raise InvalidInput(f"the URI's {kind} cannot be read", hint=hint, given=text) from None
+        raise InvalidInput(f"the URI's {kind} cannot be read", hint="an lsn", given=text) from None
 
 
 SET_BACK_AT_ONCE = 1_024
@@ -323,13 +336,21 @@ TAGS = {"hold": "fork"}
 
 
 def fork_at(
-    manifest: ManifestStore, engine: PageEngine, name: str, new_name: str, at: str | int | Epoch | datetime
+    manifest: ManifestStore,
+    engine: PageEngine,
+    name: str | int,
+    new_name: str,
+    at: At,
+    options: ForkOptions | None = None,
 ) -> int:
     """A new database that begins as another one was `at` a snapshot's name, an lsn, an epoch or a time; its id."""
     with manifest.read() as txn:
         db_id, _ = find_database(txn, name)
     if isinstance(at, str):
-        return engine.fork(db_id, new_name, at=at)
+        found = manifest.snapshots.find(db_id, at)
+        if isinstance(found, SnapshotInfo):
+            return engine.fork(db_id, new_name, at=found.snapshot_id, options=options)
+        at = found
     _require_free(manifest, new_name)
     store = engine.open(db_id)
     lsn = at.lsn if isinstance(at, Epoch) else at
@@ -337,8 +358,8 @@ def fork_at(
         store.wal.sync()  # what was written may be asked for, and only what is durable can be found
     with store.open_snapshot(at=at, tags=TAGS) as version:
         if isinstance(version, ViewReader):
-            return _from_kept(manifest, engine, db_id, new_name, version)
-        return _anchored(manifest, engine, db_id, new_name, version)
+            return _from_kept(manifest, engine, db_id, new_name, version, options)
+        return _anchored(manifest, engine, db_id, new_name, version, options)
 
 
 def unfinished_name(new_name: str) -> str:
@@ -359,24 +380,41 @@ def _named(manifest: ManifestStore, name: str) -> int | None:
     return None
 
 
-def _anchored(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: Snapshot) -> int:
+def _anchored(
+    manifest: ManifestStore,
+    engine: PageEngine,
+    db_id: int,
+    new_name: str,
+    version: Snapshot,
+    options: ForkOptions | None,
+) -> int:
     """Fork a version that the log still holds where it is, without copying; `version` is the lease."""
     engine.flush(db_id)  # a fork pins sealed segments
-    fork = manifest.snapshots.fork
-    return publish_at(manifest, db_id, version.mark, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))
+
+    def fork(db_id: int, anchor: Anchor) -> int:
+        return manifest.snapshots.fork(db_id, new_name, anchor=anchor, options=options)
+
+    return publish_at(manifest, db_id, version.mark, fork)
 
 
-def _from_kept(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: ViewReader) -> int:
+def _from_kept(
+    manifest: ManifestStore,
+    engine: PageEngine,
+    db_id: int,
+    new_name: str,
+    version: ViewReader,
+    options: ForkOptions | None,
+) -> int:
     """Fork the snapshot behind a kept version and set later pages back, under an unfinished name until then: what
     fails is dropped, and what a crash leaves is seen by `quire ls` and dropped by the next attempt."""
     snapshot_id = version.view.snapshot_id
     with engine.open_view(db_id, snapshot_id) as whole:
         if whole.lsn == version.lsn:
-            return engine.fork(db_id, new_name, at=snapshot_id)
+            return engine.fork(db_id, new_name, at=snapshot_id, options=options)
         unfinished = unfinished_name(new_name)
         if (left := _named(manifest, unfinished)) is not None:
             manifest.drop_db(left).result()
-        fork_id = engine.fork(db_id, unfinished, at=snapshot_id)
+        fork_id = engine.fork(db_id, unfinished, at=snapshot_id, options=options)
         try:
             _set_back(engine, fork_id, version, whole)
             manifest.rename_db(fork_id, new_name).result()

@@ -87,7 +87,7 @@ def bring(target: PageStore, source: PageArray, progress: Progress = quiet) -> B
                 images = source.read(first, step)
                 for image in images.values():
                     digest.update(image)
-                changed += _write_changed(txn, before, images)
+                changed += write_changed(txn, before, images)
                 progress("copying", (first + len(images)) * source.page_size, source.size_pages * source.page_size)
         guard = _commit(txn, source.size_pages)
     return Brought(guard.result(), source.size_pages, changed, digest.hexdigest())
@@ -102,12 +102,12 @@ def bring_some(target: PageStore, source: PageArray, pages: Iterable[int]) -> Br
         with target.open_snapshot(written=True, tags={"reader": "sqlite follow"}) as before:
             for start in range(0, len(wanted), step):
                 images = {page: source.read_page(page) for page in wanted[start : start + step]}
-                changed += _write_changed(txn, before, images)
+                changed += write_changed(txn, before, images)
         guard = _commit(txn, source.size_pages)
     return Brought(guard.result(), source.size_pages, changed, "")
 
 
-def _write_changed(txn: WriteTxn, before: Snapshot, images: dict[int, bytes]) -> int:
+def write_changed(txn: WriteTxn, before: Snapshot, images: dict[int, bytes]) -> int:
     """Write the pages that differ from what the database holds; how many there were."""
     known = before.read_pages([page for page in images if page < before.size_pages], cold=True)
     changed = {page: image for page, image in images.items() if known.get(page) != image}

@@ -6,8 +6,8 @@
     a database in memory, as SQLite's       :memory:, an empty name, file:…?mode=memory
 
 A URL's path is relative after three slashes and absolute after four, as in SQLAlchemy's and Django's URLs. Parameters:
-`at` (a snapshot's name), `epoch` (an lsn), `time` (ISO, with its zone): that version, to be read; `mode=ro`: to be read;
-`mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing.
+`at` (a snapshot's name, an epoch or a time), `epoch` (an lsn), `time` (a time): that version, to be read; `mode=ro`: to be
+read; `mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing.
 
 A store that another process owns is reached through its server, if it has one.
 
@@ -22,10 +22,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from urllib.parse import parse_qsl, unquote
 
+from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, QuireError, StoreLocked
+from quire.core.moments import parse_moment
 from quire.service.sockets import find_owner
 from quire.sqlite import memory
 from quire.sqlite.pep249.driver import Driver, LocalDriver
@@ -98,11 +100,14 @@ def _version(parameters: Mapping[str, str]) -> str | int | datetime | None:
     if len(asked) > 1:
         raise InvalidInput("a URL names one version", hint="one of at, epoch, time", asked=", ".join(asked))
     text = parameters[asked[0]]
+    if asked[0] == "at":
+        return text
+    if asked[0] == "time":
+        return datetime.fromtimestamp(parse_moment(text, "time", now_ms=SystemClock().now_ms()) / 1000, UTC)
     try:
-        return text if asked[0] == "at" else int(text) if asked[0] == "epoch" else datetime.fromisoformat(text)
+        return int(text)
     except ValueError:
-        hint = "an lsn" if asked[0] == "epoch" else "as in 2026-01-31T12:00:00+00:00"
-        raise InvalidInput(f"the URL's {asked[0]} cannot be read", hint=hint, given=text) from None
+        raise InvalidInput("the URL's epoch cannot be read", hint="an lsn", given=text) from None
 
 
 def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:

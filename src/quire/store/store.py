@@ -21,10 +21,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
+from quire.core.ids import Epoch
 from quire.core.settings import StoreSettings
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from quire.manifest.feed import ChangeFeed
     from quire.manifest.jobqueue import Job
     from quire.manifest.reads import ReadTxn
-    from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.snapshots import RolledBack, SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
     from quire.objects.ownership import OwnerState
@@ -407,17 +409,32 @@ class Store:
         name: str,
         new_name: str,
         *,
-        at: int | str | None = None,
+        at: int | str | Epoch | datetime | None = None,
         tags: dict[str, str] | None = None,
         compression: str = "",
     ) -> DatabaseInfo:
-        """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed.
+        """A new database that begins as another one is now, or was `at` a snapshot (its id or name), an epoch or a time
+        ("2 hours ago"); they share what neither has changed.
 
         It has that one's namespace, tags and compression (none or zstd); `tags` come beside those.
         """
         options = ForkOptions(tags=tags or {}, compression=compression_named(compression) if compression else None)
         db_id = self._parts.fork(name, new_name, at=at, options=options)
         return self.database(db_id)
+
+    @changes
+    def rollback(self, name: str, *, to: At) -> RolledBack:
+        """Undo everything since a snapshot, an lsn, an epoch or a time: a page database becomes what it was, as a new version.
+
+        What it was before is kept as the snapshot that the result names; rolling back to that one undoes it. Connections
+        that are open go on: readers with the version they have begun to read, the others with the new one.
+        """
+        if (info := self.database(name)).kind is not DbKind.PAGES:
+            hint = (
+                "fork it at a snapshot, and rename the two" if info.kind is DbKind.LSM else "records are never undone"
+            )
+            raise WrongKind("only page databases are rolled back", hint=hint, name=name, kind=info.kind.name.lower())
+        return self._parts.sqlite.rollback(name, to=to)
 
     def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
         """A snapshot of a page database as a value to be sent elsewhere; `upload` for processes that share no disk (P16)."""

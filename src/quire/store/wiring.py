@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.archive.clones import CloneKeeper
-from quire.core.errors import StoreClosed
+from quire.core.errors import StoreClosed, WrongKind
+from quire.core.ids import Epoch
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
 from quire.jobs.archive_window import ArchiveWindow
@@ -30,6 +32,7 @@ from quire.jobs.worker import Worker
 from quire.lsm.engine import KvEngine
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind
+from quire.manifest.snapshots import SnapshotInfo
 from quire.objects.open import open_store
 from quire.spark.sessions import session
 from quire.store.object_location import options_by_url, options_of
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
     from quire.jobs.runner import Runner
-    from quire.manifest.snapshots import ForkOptions, SnapshotInfo
+    from quire.manifest.snapshots import ForkOptions
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
     from quire.objects.collector import Collector
@@ -300,9 +303,19 @@ class Wiring:
             return self.pages.snapshot(db_id, name, tags=tags)
         return self._manifest.snapshots.publish(db_id, name, tags=tags)
 
-    def fork(self, db: int | str, new_name: str, *, at: int | str | None, options: ForkOptions) -> int:
-        """A new database that begins as another one is, or was at a snapshot; its id."""
+    def fork(
+        self, db: int | str, new_name: str, *, at: int | str | Epoch | datetime | None, options: ForkOptions
+    ) -> int:
+        """A new database that begins as another one is, or was at a snapshot (its id or name) or a moment; its id."""
         db_id, kind, in_segment = self._look(db)
+        if isinstance(at, str):
+            found = self._manifest.snapshots.find(db_id, at)
+            at = found.snapshot_id if isinstance(found, SnapshotInfo) else found
+        if isinstance(at, Epoch | datetime):
+            if kind is not DbKind.PAGES:
+                hint = "name one of its snapshots"
+                raise WrongKind("only page databases are forked between snapshots", hint=hint, db_id=db_id)
+            return self.sqlite.fork(db_id, new_name, at=at, options=options)
         if kind is not DbKind.PAGES:
             return self.engine_of(kind).fork(db, new_name, at=at, options=options)
         if at is None and in_segment:

@@ -230,6 +230,18 @@ def test_namespaces_are_created_forked_at_any_moment_and_dropped(asker: SqlAsker
     assert SqlAsker(asker.address, prefix="/db/kept").rows("select a from t") == [(1,)]
     assert SqlAsker(asker.address, prefix="/db/now").rows("select a from t") == [(1,), (2,)]
     assert SqlAsker(asker.address, prefix="/db/shop@monday").rows("select a from t") == [(1,)]
+    for name in ("shop@0s", "shop@0%20seconds%20ago"):
+        assert SqlAsker(asker.address, prefix=f"/db/{name}").rows("select count(*) from t") == [(2,)]
+    nowhere = SqlAsker(asker.address, prefix="/db/shop@someday").post("/v2/pipeline", {"requests": [CLOSE]})
+    assert nowhere.status == 404
+    assert Asker(asker.address).post("/v1/namespaces/shop/rollback", {"to": "monday"}).status in (401, 403)
+    assert admin.post("/v1/namespaces/shop/rollback", {}).status == 400
+    assert admin.post("/v1/namespaces/shop/rollback", {"to": "someday"}).status == 404
+    done = admin.post("/v1/namespaces/shop/rollback", {"to": "monday"}).json
+    assert (done["database"], done["snapshot"]) == ("shop", f"before-rollback-{done['before_lsn']}")
+    assert shop.rows("select a from t") == [(1,)]
+    assert admin.post("/v1/namespaces/shop/rollback", {"to": done["before_lsn"]}).status == 200
+    assert shop.rows("select a from t") == [(1,), (2,)]
     first = Asker(asker.address).get("/v1/namespaces?limit=2").json
     rest = Asker(asker.address).get(f"/v1/namespaces?limit=2&after={first['next']}").json
     assert [one["name"] for one in first["namespaces"] + rest["namespaces"]] == ["kept", "now", "old", "shop"]

@@ -223,6 +223,24 @@ class DropDb(Op, frozen=True, tag=15):
             tables.wal_manifest.delete(key)
 
 
+class RecordRollback(Op, frozen=True, tag=162):
+    """Note that a page database was set back to an earlier version, and the snapshot of what it was before."""
+
+    component = int(Component.DATABASE)
+    audited = True
+    db_id: UInt
+    to_lsn: UInt
+    to_ms: UInt
+    lsn: UInt
+    before_lsn: UInt
+    snapshot: str
+    changed_pages: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        tables.notes.append((self.component, self.db_id, AuditAction.ROLLED_BACK, self.snapshot, self.to_lsn, 0))
+
+
 class RemoveDb(Op, frozen=True, tag=16):
     """Remove the tombstone of a database of which no artifact is left."""
 

@@ -5,9 +5,8 @@ Threads: the event loop's; the store's calls run in threads.
 
 from __future__ import annotations
 
-from datetime import datetime
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,14 +15,16 @@ from starlette.routing import BaseRoute, Route
 
 from quire.core.errors import InvalidInput
 from quire.manifest.records import DbKind
+from quire.manifest.snapshots import RolledBack
 from quire.service.values import DatabaseInfo
-from quire.service.versions import parse_version
+from quire.service.versions import find_version
 from quire.service.web.answers import json_bytes
 from quire.service.web.context import WebContext
 
 PAGE_DEFAULT, PAGE_MAX = 100, 1_000
 BODY_BYTES_MAX = 64 * 1024
 JSON = "application/json"
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class ForkBody(msgspec.Struct, frozen=True):
@@ -31,6 +32,12 @@ class ForkBody(msgspec.Struct, frozen=True):
 
     timestamp: str | None = None
     at: str | int | None = None
+
+
+class RollbackBody(msgspec.Struct, frozen=True):
+    """The body of a rollback: a snapshot's name, an epoch or a time."""
+
+    to: str | int
 
 
 class NamespaceRoutes:
@@ -45,6 +52,7 @@ class NamespaceRoutes:
             Route("/v1/namespaces", self.list, methods=["GET"]),
             Route("/v1/namespaces/{name}/create", self.create, methods=["POST"]),
             Route("/v1/namespaces/{name}/fork/{new_name}", self.fork, methods=["POST"]),
+            Route("/v1/namespaces/{name}/rollback", self.rollback, methods=["POST"]),
             Route("/v1/namespaces/{name}", self.drop, methods=["DELETE"]),
         ]
 
@@ -59,10 +67,7 @@ class NamespaceRoutes:
         """`POST /v1/namespaces/NAME/fork/NEW`, as it is now or was at a moment."""
         self._check_admin(request)
         raw = await self._context.read_body(request, BODY_BYTES_MAX)
-        try:
-            body = msgspec.json.decode(raw, type=ForkBody) if raw.strip() else ForkBody()
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"the request cannot be read: {error}", hint='as in {"at": "monday"}') from None
+        body = _decoded(raw, ForkBody, '{"at": "monday"}') if raw.strip() else ForkBody()
         params = request.path_params
         info = await self._context.call(self._fork, params["name"], params["new_name"], body)
         return _answer(_shown(info))
@@ -72,9 +77,19 @@ class NamespaceRoutes:
         moment = body.at if body.at is not None else body.timestamp
         if moment is None:
             return store.fork(name, new_name)
-        version = parse_version(store.manifest, f"{name}@{_with_zone(str(moment))}")
-        store.sqlite(new_name, fork_of=name, fork_at=version.at).close()
+        store.sqlite(new_name, fork_of=name, fork_at=find_version(store.manifest, name, str(moment))).close()
         return store.database(new_name)
+
+    async def rollback(self, request: Request) -> Response:
+        """`POST /v1/namespaces/NAME/rollback`: undo everything since a moment, as a new version."""
+        self._check_admin(request)
+        raw = await self._context.read_body(request, BODY_BYTES_MAX)
+        body = _decoded(raw, RollbackBody, '{"to": "monday"}')
+        return _answer(await self._context.call(self._rollback, request.path_params["name"], str(body.to)))
+
+    def _rollback(self, name: str, to: str) -> RolledBack:
+        store = self._context.store
+        return store.rollback(name, to=find_version(store.manifest, name, to))
 
     async def drop(self, request: Request) -> Response:
         """`DELETE /v1/namespaces/NAME`; one with snapshots only with `?snapshots=true`."""
@@ -115,22 +130,16 @@ def _answer(value: Any) -> Response:
     return Response(json_bytes(value), HTTPStatus.OK, media_type=JSON)
 
 
+def _decoded(raw: bytes, kind: type[B], example: str) -> B:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the request cannot be read: {error}", hint=f"as in {example}") from None
+
+
 def _limit(text: str | None) -> int:
     if text is None:
         return PAGE_DEFAULT
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= PAGE_MAX):
         raise InvalidInput("limit is a number", hint=f"between 1 and {PAGE_MAX}", limit=text[:20])
     return int(text)
-
-
-def _with_zone(moment: str) -> str:
-    """libSQL's timestamps have no zone, and mean UTC.
-
-    >>> _with_zone("2026-01-31T12:00:00"), _with_zone("monday")
-    ('2026-01-31T12:00:00+00:00', 'monday')
-    """
-    try:
-        parsed = datetime.fromisoformat(moment)
-    except ValueError:
-        return moment
-    return moment if parsed.tzinfo is not None or moment.isdecimal() else f"{moment}+00:00"

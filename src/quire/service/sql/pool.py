@@ -21,7 +21,7 @@ from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
-from quire.service.versions import attachable, parse_version
+from quire.service.versions import attachable, find_version
 from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, restrict
 from quire.sqlite.statements import StatementRunner
 
@@ -206,5 +206,5 @@ class ConnectionPool:
     def _connect(self, target: SqlTarget) -> Any:
         if not target.version:
             return self._store.sqlite(target.name, timeout=0)
-        version = parse_version(self._store.manifest, f"{target.name}@{target.version}")
-        return self._store.sqlite(version.name, at=version.at, timeout=0)
+        at = find_version(self._store.manifest, target.name, target.version)
+        return self._store.sqlite(target.name, at=at, timeout=0)

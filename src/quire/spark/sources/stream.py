@@ -26,7 +26,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -37,8 +36,10 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
-from quire.core.errors import CursorLost, InvalidInput, OutOfRange
+from quire.core.clock import SystemClock
+from quire.core.errors import CursorLost, OutOfRange
 from quire.core.limits import MIB
+from quire.core.moments import parse_moment
 from quire.core.timeline import Gaps, settled
 from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
@@ -202,20 +203,14 @@ def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
 
 
 def moment_ms(text: str) -> int:
-    """A time in milliseconds, rounded up; without a zone it is UTC. 0 if none is given.
+    """A time in milliseconds, as `core/moments.py` reads it, or milliseconds since 1970; 0 if none is given.
 
     >>> moment_ms("2024-02-29T12:00:00+01:00") == moment_ms("2024-02-29 11:00") == moment_ms("1709204400000")
     True
     """
     if text.isdecimal():
         return int(text)
-    try:
-        moment = datetime.fromisoformat(text) if text else datetime.fromtimestamp(0, UTC)
-    except ValueError as error:
-        hint = "like 2024-02-29T12:00:00Z, or milliseconds since 1970"
-        raise InvalidInput("the option `since` is no time", hint=hint, given=text) from error
-    zoned = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
-    return -int(-zoned.timestamp() * 1000 // 1)
+    return parse_moment(text, "since", now_ms=SystemClock().now_ms()) if text else 0
 
 
 class RecordsReader(SourceReader):

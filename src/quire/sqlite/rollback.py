@@ -1,0 +1,176 @@
+"""Sets a page database back to an earlier version of itself, as a new version: what came in between is kept.
+
+    1. The turn to write is taken: nobody commits from here on. Readers go on with the versions that they have.
+    2. The pages that differ are written into one transaction.
+    3. The database as it is becomes the snapshot `before-rollback-LSN`, under which the rollback is undone.
+    4. The transaction is committed, durable, and noted in the audit.
+
+A crash before 4 leaves the database as it was, and the snapshot at most; rolling back again uses the same one. A commit is one
+record of the log, so there is no state in between.
+
+Two numbers of SQLite's header are not set back: the change counter and the schema cookie grow. A connection that slept through
+the rollback, and whatever follows it, would else take pages or a schema that it has in its cache for current ones.
+
+Forks, snapshots, replicas, the feed, the archive and standbys see an ordinary commit. A connection that has read, and writes
+after the rollback, hears `SQLITE_BUSY_SNAPSHOT` as after any other commit.
+
+Threads: any. Raises `SnapshotGone` and what else opening a version does, `ReadOnly`, `TimedOut`, `Conflict` for a database that
+follows a file, `WrongKind`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import datetime
+
+import apsw
+import msgspec
+
+from quire.core.errors import Conflict, EpochLost, NotFound, UnknownSnapshot
+from quire.core.ids import Epoch
+from quire.durable.failpoints import hit
+from quire.manifest import tables as t
+from quire.manifest.ops.databases import RecordRollback
+from quire.manifest.snapshots import RolledBack, SnapshotInfo
+from quire.manifest.store import ManifestStore
+from quire.pages.catalog import find_database
+from quire.pages.engine import PageEngine
+from quire.pages.pagestore import PageStore
+from quire.pages.snapshot import Snapshot
+from quire.pages.transaction import WriteTxn
+from quire.sqlite.importing import STEP_BYTES, write_changed
+
+TAGS = {"hold": "rollback"}
+SNAPSHOT_TAGS = {"by": "rollback"}
+TIMEOUT_SECONDS = 30.0
+"""For the writer before us, and for room in the log."""
+
+MAGIC = b"SQLite format 3\0"
+CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR = slice(24, 28), slice(40, 44), slice(92, 96)
+"""Of SQLite's header: big-endian numbers of 32 bits."""
+
+
+def snapshot_name(lsn: int) -> str:
+    """The snapshot of a database as it was before a rollback.
+
+    >>> snapshot_name(4711)
+    'before-rollback-4711'
+    """
+    return f"before-rollback-{lsn}"
+
+
+def roll_back(
+    manifest: ManifestStore,
+    engine: PageEngine,
+    name: str,
+    to: str | int | Epoch | datetime,
+    *,
+    timeout: float = TIMEOUT_SECONDS,
+) -> RolledBack:
+    """Make a database what it was at a snapshot, an lsn, an epoch or a time, in one commit, durable when this returns."""
+    with manifest.read() as txn:
+        db_id, record = find_database(txn, name)
+        followed = txn.get(t.FOLLOWED_FILES, db_id)
+    if followed is not None:
+        hint = f"`quire sqlite unfollow {record.name}` first, or roll the file back"
+        raise Conflict("the database follows a file, which would undo the rollback", hint=hint, path=followed.path)
+    if not record.page_size:
+        raise NotFound("the database has no earlier version: nothing was written to it yet", database=record.name)
+    store = engine.open(db_id)
+    with _open_version(manifest, engine, store, to) as target, store.begin(timeout) as txn_:
+        # Opened while nobody else can commit: this is the version that the transaction builds on.
+        with store.open_snapshot(written=True, tags=TAGS) as before:
+            changed = _write(txn_, store, before, target)
+            done = RolledBack(
+                database=record.name,
+                db_id=db_id,
+                to_lsn=target.lsn,
+                to_ms=target.mark.commit_ms,
+                lsn=before.lsn,
+                before_lsn=before.lsn,
+                snapshot=snapshot_name(before.lsn) if changed else "",
+                changed_pages=changed,
+            )
+            if not changed:
+                txn_.rollback()
+                return done
+            created = _keep(manifest, engine, db_id, done.snapshot)
+        hit("sqlite.rollback.kept")
+        try:
+            guard = txn_.commit()
+        except BaseException:
+            if created is not None:
+                with suppress(UnknownSnapshot):
+                    manifest.snapshots.drop(db_id, created.snapshot_id)
+            raise
+        hit("sqlite.rollback.written")
+        lsn = guard.result()
+    hit("sqlite.rollback.committed")
+    done = msgspec.structs.replace(done, lsn=lsn)
+    manifest.submit(
+        [RecordRollback(**{name: getattr(done, name) for name in RecordRollback.__struct_fields__})]
+    ).result()
+    return done
+
+
+def _open_version(
+    manifest: ManifestStore, engine: PageEngine, store: PageStore, to: str | int | Epoch | datetime
+) -> Snapshot:
+    found = manifest.snapshots.find(store.db_id, to) if isinstance(to, str) else to
+    if isinstance(found, SnapshotInfo):
+        return engine.open_view(store.db_id, found.snapshot_id)
+    store.wal.sync()  # what was written may be asked for, and only what is durable can be found
+    return store.open_snapshot(at=found, tags=TAGS)
+
+
+def _keep(manifest: ManifestStore, engine: PageEngine, db_id: int, name: str) -> SnapshotInfo | None:
+    """Keep the database as it is under a name; None if an earlier attempt has."""
+    with suppress(UnknownSnapshot):
+        manifest.snapshots.get(db_id, name)
+        return None
+    return engine.snapshot(db_id, name, tags=SNAPSHOT_TAGS)
+
+
+def _write(txn: WriteTxn, store: PageStore, before: Snapshot, target: Snapshot) -> int:
+    """Write what differs; how many pages did."""
+    try:
+        differing = [page for page in store.changed(target.lsn, before.mark) if 0 < page < target.size_pages]
+    except EpochLost:  # the store was taken over in between: nobody knows, so all are compared
+        differing = list(range(1, min(before.size_pages, target.size_pages)))
+    pages = [*differing, *range(before.size_pages, target.size_pages)]
+    step, changed = max(STEP_BYTES // store.page_size, 1), 0
+    for start in range(0, len(pages), step):
+        changed += write_changed(txn, before, target.read_pages(pages[start : start + step], cold=True))
+    size_pages = max(target.size_pages, 1)  # a database that has pages keeps one
+    is_same = not changed and size_pages == before.size_pages
+    first = target.read_page(0) if target.size_pages else _empty(store.page_size)
+    changed += write_changed(txn, before, {0: _header_grown(first, before.read_page(0), is_same=is_same)})
+    if txn.size_pages != size_pages:
+        txn.truncate(size_pages)
+    return changed
+
+
+def _empty(page_size: int) -> bytes:
+    """A database of SQLite's without tables, which has a page in a store."""
+    connection = apsw.Connection(":memory:")
+    connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
+    try:
+        return connection.serialize("main")
+    finally:
+        connection.close()
+
+
+def _header_grown(image: bytes, current: bytes, *, is_same: bool) -> bytes:
+    """The first page of a version, with a change counter and a schema cookie that no connection has seen; the current page, if
+    that and all others are the same but for these."""
+    if not (image.startswith(MAGIC) and current.startswith(MAGIC)):
+        return image  # not SQLite's
+    page = bytearray(image)
+    for number in (CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR):
+        page[number] = current[number]
+    if is_same and page == current:
+        return current
+    for number in (CHANGE_COUNTER, SCHEMA_COOKIE):
+        page[number] = ((int.from_bytes(current[number], "big") + 1) % (1 << 32)).to_bytes(4, "big")
+    page[VALID_FOR] = page[CHANGE_COUNTER]
+    return bytes(page)
