@@ -11,11 +11,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quire.core.errors import Conflict, InvalidInput, LeaseExpired, NotFound, UnknownDatabase
-from quire.service import tables
+from quire.core.errors import AlreadyExists, Conflict, InvalidInput, LeaseExpired, NotFound, OutOfRange, UnknownDatabase
+from quire.service import loads, tables
 from quire.service.client import Client
-from quire.service.loads import Loads, values_of
-from quire.service.tickets import LOAD_PUT, PutPart, TableTicket
+from quire.service.loads import QUERY_KEYS, Loads, values_of
+from quire.service.tickets import (
+    LOAD_PAIRS,
+    LOAD_PUT,
+    LOAD_RECORDS,
+    LoadPairs,
+    LoadRecords,
+    PutPart,
+    TableTicket,
+)
 from quire.store.store import Store
 from tests.service.world import losing_answers, reserve
 
@@ -198,3 +206,145 @@ def test_raw_rows_are_the_bytes_on_disk_without_their_checksums(client: Client, 
 
         local = [(key, CHANGE_LOG.rows.opened(key, raw)) for key, raw in txn.raw_scan(CHANGE_LOG, start=(2,))][:3]
     assert list(zip(batch["key"].to_pylist(), batch["value"].to_pylist())) == local
+
+
+# ── batches of streaming queries ──────────────────────────────────────────────────────────────────────────────────────
+QUERY = "cc73cb48-e9fa-4786-9855-08d03e9b0f31"
+
+
+def test_a_batch_is_written_once_whatever_load_brings_it(client: Client, shop: Store) -> None:
+    for load, batch, key in ((1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 0, 4)):
+        put(client, "0-1", arrow((key, "x")), load)
+        rows = client.load_rows(load, "shop", "t", ["0-1"], columns=COLUMNS, query=QUERY, batch=batch)
+        assert rows == (0 if load == 4 else 1), "an older batch than the last is not counted"
+    assert rows_of(shop) == [(1, "x"), (3, "x")]
+    put(client, "0-1", arrow((5, "x")), 5)
+    client.load_rows(5, "shop", "t", ["0-1"], columns=COLUMNS, query="another", batch=0)
+    assert rows_of(shop) == [(1, "x"), (3, "x"), (5, "x")]
+    assert rows_of(shop, "SELECT query, batch, rows FROM quire_sinks ORDER BY batch") == [
+        ("another", 0, 1),
+        (QUERY, 1, 1),
+    ]
+    assert staged(shop) == []
+
+
+def test_a_batch_that_fails_is_not_recorded(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x"), (1, "y")))
+    with pytest.raises(Conflict):
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, query=QUERY, batch=0)
+    put(client, "0-1", arrow((1, "y")), LOAD + 1)
+    assert client.load_rows(LOAD + 1, "shop", "t", ["0-1"], columns=COLUMNS, query=QUERY, batch=0) == 1
+    assert rows_of(shop) == [(1, "y")]
+
+
+def test_a_drop_after_the_commit_undoes_nothing(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x")))
+    client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, query=QUERY, batch=0)
+    client.drop_load(LOAD)
+    assert rows_of(shop) == [(1, "x")]
+
+
+def test_rows_with_a_key_replace_and_flagged_ones_are_deleted(client: Client, shop: Store) -> None:
+    flagged = [("a", "INTEGER"), ("b", "TEXT"), ("gone", "BOOLEAN")]
+    put(client, "0-1", flags((1, "x", False), (2, "y", None), (1, "z", False), (2, None, True), (3, "w", True)))
+    client.load_rows(LOAD, "shop", "t", ["0-1"], columns=flagged, keys=("a",), delete="gone")
+    assert rows_of(shop) == [(1, "z")]
+    put(client, "0-1", flags((2, None, True), (2, "back", False)), LOAD + 1)
+    client.load_rows(LOAD + 1, "shop", "t", ["0-1"], columns=flagged, keys=("a",), delete="gone")
+    assert rows_of(shop) == [(1, "z"), (2, "back")]
+    put(client, "0-1", arrow((1, "p"), (1, "q")), LOAD + 2)
+    client.load_rows(LOAD + 2, "shop", "u", ["0-1"], columns=COLUMNS, keys=("a", "b"), create=True)
+    assert rows_of(shop, "SELECT a, b FROM u") == [(1, "p"), (1, "q")], "all columns are keys: nothing to update"
+    assert rows_of(shop, "SELECT name FROM pragma_table_info('u') WHERE pk") == [("a",), ("b",)]
+
+
+def flags(*rows: tuple[Any, ...]) -> bytes:
+    sink = pa.BufferOutputStream()
+    schema = pa.schema([("a", pa.int64()), ("b", pa.string()), ("gone", pa.bool_())])
+    batch = pa.RecordBatch.from_pylist([dict(zip(schema.names, row)) for row in rows], schema=schema)
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def test_keys_that_cannot_be_used_are_refused(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((None, "x")))
+    with pytest.raises(InvalidInput, match="a row has no key"):
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, keys=("a",))
+    with pytest.raises(InvalidInput, match="ON CONFLICT") as refused:
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, keys=("b",))
+    assert "CREATE UNIQUE INDEX" in str(refused.value)
+    assert rows_of(shop) == []
+
+
+def test_a_table_that_exists_is_refused_or_left_alone(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x")))
+    with pytest.raises(AlreadyExists):
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, create=True, exists="error")
+    assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, create=True, exists="ignore") == 0
+    put(client, "0-1", arrow((1, "x")), LOAD + 1)
+    new: dict[str, Any] = {"create": True, "create_database": True, "exists": "error"}
+    assert client.load_rows(LOAD + 1, "new", "t", ["0-1"], columns=COLUMNS, **new) == 1
+    assert rows_of(shop) == []
+    with closing(shop.sqlite("new")) as connection:
+        assert list(connection.execute("SELECT a, b FROM t")) == [(1, "x")]
+
+
+def columns(**values: list[Any]) -> bytes:
+    """Columns as the bytes of a stream."""
+    sink = pa.BufferOutputStream()
+    batch = pa.RecordBatch.from_pydict(values)
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def pairs(client: Client, load: int, batch: int, **more: Any) -> int:
+    names = ("key", "value", *([more["delete"]] if "delete" in more else []))
+    return client.take_parts(LOAD_PAIRS, LoadPairs(load, "cart", ("0-1",), names, QUERY, batch, create=True, **more))
+
+
+def test_a_batch_is_written_to_a_set_once_in_one_batch(client: Client, store: Store) -> None:
+    for load, batch, value in ((1, 0, "first"), (2, 0, "again"), (3, 1, None)):
+        put(client, "0-1", columns(key=["a", "b"], value=[value, "x"]), load)
+        assert pairs(client, load, batch) == (0 if load == 2 else 2)
+        if load == 2:
+            assert store.kv("cart").get(b"a") == b"first"
+    assert [key for key, _ in store.kv("cart").scan()] == [QUERY_KEYS + QUERY.encode(), b"b"]
+    put(client, "0-1", columns(key=[b"b", b"c", b"c"], value=[b"", b"1", b"2"], gone=[True, None, False]), 4)
+    pairs(client, 4, 2, delete="gone")
+    assert list(store.kv("cart").scan(low=b"a")) == [(b"c", b"2")]
+    put(client, "0-1", columns(key=["d"], value=["new"]), 5)
+    pairs(client, 5, 3, overwrite=True)
+    assert list(store.kv("cart").scan(low=b"a")) == [(b"d", b"new")]
+    put(client, "0-1", columns(key=[None], value=["x"]), 6)
+    with pytest.raises(InvalidInput, match="no key"):
+        pairs(client, 6, 4)
+    client.drop_load(6)
+    assert store.kv("cart").get(QUERY_KEYS + QUERY.encode()) == b"3"
+    assert staged(store) == []
+
+
+def records(client: Client, load: int, batch: int, query: str = QUERY) -> int:
+    return client.take_parts(LOAD_RECORDS, LoadRecords(load, "log", ("0-1",), query, batch, True))
+
+
+def test_a_batch_is_appended_to_a_stream_once(client: Client, store: Store) -> None:
+    for load, batch, query in ((1, 0, QUERY), (2, 0, QUERY), (3, 1, QUERY), (4, 0, QUERY), (5, 0, "other"), (6, 0, "")):
+        put(client, "0-1", columns(payload=[f"{load}", f"{load}!"]), load)
+        records(client, load, batch, query)
+    assert records(client, 6, 0, "") == 0, "a load that is repeated has no parts any more"
+    found = [record.payload.decode() for record in store.stream("log").read()]
+    assert found == ["1", "1!", "3", "3!", "5", "5!", "6", "6!"]
+    put(client, "0-1", columns(payload=[None]), 7)
+    with pytest.raises(InvalidInput, match="no payload"):
+        records(client, 7, 2)
+
+
+def test_a_batch_that_would_fill_the_memory_is_refused(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "BATCH_BYTES_MAX", 10)
+    put(client, "0-1", columns(payload=["much too long"]))
+    with pytest.raises(OutOfRange, match="too large"):
+        records(client, LOAD, 0)

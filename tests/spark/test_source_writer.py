@@ -10,7 +10,8 @@ import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
 from quire.spark.sources.base import Options
-from quire.spark.sources.sqlite import WRITING, PartMessage, SqliteWriter
+from quire.spark.sources.parts import PartMessage, PartWriter
+from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
 from tests.spark.sourced import Owned, owned
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, m
 
     given = {**owner.options, "database": "shop", "table": "t"}
     schema = StructType([StructField("id", LongType())])
-    writer = SqliteWriter(Options(given, source="test", known=WRITING), schema, overwrite=False)
+    options = Options(given, source="test", known=WRITING)
+    writer = PartWriter(options.access(), SqliteTarget(options, schema, overwrite=False))
     batch = pa.RecordBatch.from_pydict({"id": [1, 2, 3]})
 
     class Context:
@@ -117,7 +119,7 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, m
     for attempt in (1, 2):
         monkeypatch.setattr("pyspark.TaskContext.get", lambda attempt=attempt: Context(attempt))
         sent.append(writer.write(iter([batch])))
-    assert sent == [PartMessage("0-1", 3), PartMessage("0-2", 3)]
+    assert sent == [PartMessage("0-1", 3, writer.load), PartMessage("0-2", 3, writer.load)]
     for _ in range(2):
         writer.commit([sent[1]])
     assert owner.query("shop", "SELECT id FROM t ORDER BY id") == [(0,), (1,), (2,), (3,)]

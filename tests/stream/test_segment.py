@@ -207,3 +207,13 @@ def test_headers_that_are_none() -> None:
         StreamSegmentHeader.decode(newer)
     with pytest.raises(Corruption, match="not the header"):
         StreamSegmentHeader.decode(raw)
+
+
+def test_keys_of_appends_come_oldest_first() -> None:
+    """Of more keys than are kept the newest stay: who has them the other way round forgets the call that is repeated next."""
+    header = new_header()
+    raw = bytearray(header.encode())
+    for number, call in enumerate([7, 5, 5, 9]):  # one append has two blocks
+        place = NextBlock(len(raw), header.base_record + number, header.created_at_ms, header.base_record, call)
+        raw += encode_block(header.crc64, place, body_of([b"x"]), is_commit=number != 1)
+    assert list(scan(bytes(raw)).calls.items()) == [(7, 1000), (5, 1001), (9, 1003)]

@@ -51,7 +51,7 @@ from quire.service.remote_sqlite import RemoteDriver, version_of
 from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, where_owner_listens
 from quire.service.sql_actions import OpenSql
-from quire.service.tickets import LogMode
+from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode
 from quire.service.values import DatabaseInfo, Hello, StoreInfo
 from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
@@ -425,13 +425,20 @@ class Client:
         parts: Iterable[str],
         *,
         columns: Iterable[tuple[str, str]],
-        overwrite: bool = False,
-        create: bool = False,
         timeout: float = 3_600.0,
+        **how: Any,
     ) -> int:
-        """Insert the parts of a load into a table, in one transaction, once; how many rows (`sqlite/bulk_insert.py`)."""
-        request = m.LoadRows(load, database, table, tuple(parts), tuple(columns), overwrite, create)
+        """Write the parts of a load to a table, in one transaction, once; how many rows (`sqlite/bulk_insert.py`).
+
+        `how`: `overwrite`, `create` and the other fields of `LoadRows`.
+        """
+        request = m.LoadRows(load, database, table, tuple(parts), tuple(columns), **how)
         return self._channel.call("load.rows", request, timeout=timeout, attempt_seconds=timeout)
+
+    def take_parts(self, action: Action, request: LoadPairs | LoadRecords, *, timeout: float = 3_600.0) -> int:
+        """Have the owner take the parts of a load in one step, once; how many rows."""
+        rows: int = self._channel.ask(action, request, timeout=timeout, attempt_seconds=timeout)
+        return rows
 
     def drop_load(self, load: int) -> None:
         """Forget what a load has sent; nothing, if it is gone."""

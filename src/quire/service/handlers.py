@@ -259,6 +259,12 @@ class Handlers:
     def do_load_rows(self, request: m.LoadRows, _: CallContext) -> int:
         return self._loads.insert(request)
 
+    def do_load_pairs(self, request: tickets.LoadPairs, _: CallContext) -> int:
+        return self._loads.write_pairs(request)
+
+    def do_load_records(self, request: tickets.LoadRecords, _: CallContext) -> int:
+        return self._loads.append_records(request)
+
     def do_load_drop(self, request: m.OfLoad, _: CallContext) -> None:
         self._loads.drop(request.load)
 

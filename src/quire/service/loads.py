@@ -14,19 +14,24 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
 
-from quire.core.errors import InvalidInput, NotFound, QuireError
+from quire.core.errors import InvalidInput, NotFound, OutOfRange, QuireError
 from quire.core.events import emit
+from quire.core.limits import IDEMPOTENCY_KEY_BYTES, MIB
+from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk
 from quire.durable.names import scratch_dir
 from quire.lsm.bulk import Load, begin_load, published
 from quire.lsm.kv import Kv
 from quire.service import messages as m
 from quire.service.api import StoreApi
-from quire.sqlite.bulk_insert import load_rows
+from quire.service.tickets import LoadPairs, LoadRecords
+from quire.sqlite.bulk_insert import TableWrite, load_rows
+from quire.stream.stream import Stream
 
 ENDED_MAX = 4_096
 """Loads that are remembered as ended."""
@@ -36,6 +41,12 @@ IDS_MAX = 10_000
 IDLE_SECONDS = 24 * 3_600.0
 BUSY_SECONDS = 60.0
 """How long a load waits for another writer of the database."""
+
+BATCH_BYTES_MAX = 256 * MIB
+"""Of a query's batch for a key-value set or a stream: the owner has it in memory."""
+
+QUERY_KEYS = b"\0quire/query/"
+"""Keys with this prefix, followed by a query's id, have the number of the last batch that the query wrote to a set."""
 
 _PART = re.compile(r"[0-9]{1,10}-[0-9]{1,19}")
 
@@ -64,12 +75,15 @@ def load_ended(load: int) -> NotFound:
 
 
 class Loads:
-    """Rows of SQLite tables: parts that tasks send, and the transaction that inserts them all.
+    """Rows of SQLite tables, batches of key-value sets and streams: parts that tasks send, and the step that takes them all.
 
     A part is what one attempt of a task has sent, the bytes of an Arrow stream, in a file in `scratch/`. Its bytes come in
     order:
     the same bytes sent again change nothing, a gap is refused. Only parts that the job names are inserted, in one transaction
     and once (`quire.sqlite.bulk_insert`); no other call waits for it. Files of a job that died are swept when the owner starts.
+
+    Batches of streaming queries are taken once: a set has the number of the last one under a key of its own, in the same batch
+    as the data; a stream has it in its state (`Stream.append_batch`).
     """
 
     def __init__(self, store: StoreApi) -> None:
@@ -80,6 +94,8 @@ class Loads:
         self._lock = threading.Lock()
         self._touched: dict[int, float] = {}
         self._ended = EndedLoads()
+        # held while a query's batch is written to a key-value set
+        self._batches = threading.Lock()
 
     def put(self, request: m.PutPart) -> None:
         """Keep some bytes of a part."""
@@ -103,22 +119,75 @@ class Loads:
         """Insert the parts that the job names, in one transaction and once; the number of rows."""
         if not request.columns:
             raise InvalidInput("rows have at least one column", table=request.table)
-        connection = self._store.sqlite(request.database, create=False, timeout=BUSY_SECONDS)
+        write = TableWrite(
+            table=request.table,
+            columns=request.columns,
+            keys=request.keys,
+            delete=request.delete,
+            overwrite=request.overwrite,
+            create=request.create,
+            exists=request.exists,
+        )
+        connection = self._store.sqlite(request.database, create=request.create_database, timeout=BUSY_SECONDS)
         try:
             count = load_rows(
                 connection,
                 request.load,
-                request.table,
-                request.columns,
+                write,
                 self._rows(request.load, request.parts, len(request.columns)),
                 now_ms=self._clock.now_ms(),
-                overwrite=request.overwrite,
-                create=request.create,
+                query=request.query,
+                batch=request.batch,
             )
         finally:
             connection.close()
+        hit("load.taken")
         self.drop(request.load)
         return count
+
+    def write_pairs(self, request: LoadPairs) -> int:
+        """Write a query's batch to a key-value set, once, with the number of the batch; how many rows."""
+        kv = self._store.kvs.open(request.database, create=request.create)
+        record, rows = QUERY_KEYS + request.query.encode(), 0
+        with self._batches:  # two attempts at once: the second finds what the first did
+            last = kv.get(record)
+            if last is None or int(last) < request.batch:
+                pairs: dict[bytes, bytes | None] = {}
+                if request.overwrite:
+                    pairs = {key: None for key, _ in kv.scan() if not key.startswith(QUERY_KEYS)}
+                for key, value in self._pairs(request):
+                    pairs[key], rows = value, rows + 1
+                pairs[record] = b"%d" % request.batch
+                hit("kv.batch.gathered")
+                kv.write(pairs)
+        hit("load.taken")
+        self.drop(request.load)
+        return rows
+
+    def append_records(self, request: LoadRecords) -> int:
+        """Append a load, or a query's batch, to a stream, once; how many records, 0 if they were appended before."""
+        stream: Stream = self._store.stream(request.stream, create=request.create)
+        key = request.load.to_bytes(IDEMPOTENCY_KEY_BYTES, "little")
+        # Before the parts are read: a call is repeated when its answer was lost, and they are gone then.
+        if stream.has_batch(request.query, request.batch) if request.query else stream.hot.has_call(key):
+            self.drop(request.load)
+            return 0
+        payloads: list[pa.Array] = []
+        size = 0
+        for batch in self._batches_of(request.load, request.parts, 1):
+            column = batch.column(0).cast(pa.binary())
+            if column.null_count:
+                raise InvalidInput("a record has no payload", hint="leave out rows whose payload is NULL")
+            payloads.append(column)
+            size = _bounded(size + column.nbytes)
+        records = pa.chunked_array(payloads, pa.binary())
+        if request.query:
+            stream.append_batch(records, query=request.query, batch=request.batch)
+        else:
+            stream.append(records, key=key).result()
+        hit("load.taken")
+        self.drop(request.load)
+        return len(records)
 
     def drop(self, load: int) -> None:
         """Remove what a load has sent; nothing, if it is gone."""
@@ -135,6 +204,22 @@ class Loads:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _rows(self, load: int, parts: Sequence[str], width: int) -> Iterator[tuple[Any, ...]]:
+        for batch in self._batches_of(load, parts, width):
+            yield from zip(*[values_of(column) for column in batch.columns])
+
+    def _pairs(self, request: LoadPairs) -> Iterator[tuple[bytes, bytes | None]]:
+        """Keys and values in the order of the rows; a row that is flagged, or has no value, deletes its key."""
+        size, columns = 0, {name: place for place, name in enumerate(request.columns)}
+        for batch in self._batches_of(request.load, request.parts, len(request.columns)):
+            size = _bounded(size + batch.nbytes)
+            keys, values = (batch.column(columns[name]).cast(pa.binary()).to_pylist() for name in ("key", "value"))
+            gone = batch.column(columns[request.delete]).to_pylist() if request.delete else repeat(False)
+            for key, value, is_gone in zip(keys, values, gone):
+                if key is None:
+                    raise InvalidInput("a row has no key", hint="leave out rows whose key is NULL")
+                yield key, None if is_gone else value
+
+    def _batches_of(self, load: int, parts: Sequence[str], width: int) -> Iterator[pa.RecordBatch]:
         for part in parts:
             path = self._path(load, part)
             if not self._disk.exists(path):
@@ -145,7 +230,7 @@ class Loads:
                 for batch in reader:
                     if batch.num_columns != width:
                         raise InvalidInput("a part has other columns than its load", part=part)
-                    yield from zip(*[values_of(column) for column in batch.columns])
+                    yield batch
 
     def _drop_idle(self, new: int) -> None:
         """Drop loads that have been idle."""
@@ -162,6 +247,14 @@ class Loads:
         if not _PART.fullmatch(part):
             raise InvalidInput("not the name of a part", part=part[:40])
         return os.path.join(self._directory(load), part)
+
+
+def _bounded(size: int) -> int:
+    """A size in bytes, refused if it is too much to be written at once."""
+    if size > BATCH_BYTES_MAX:
+        hint = "limit batches where the query reads (maxFilesPerTrigger, max_records), or use df.write"
+        raise OutOfRange("the batch is too large to be written in one step", hint=hint, bytes=size, max=BATCH_BYTES_MAX)
+    return size
 
 
 def values_of(column: pa.Array) -> list[Any]:

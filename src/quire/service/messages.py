@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +29,9 @@ from quire.service.data_actions import DATA_ACTIONS
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
+from quire.service.tickets import LOAD_PAIRS as LOAD_PAIRS
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
+from quire.service.tickets import LOAD_RECORDS as LOAD_RECORDS
 from quire.service.tickets import STREAM_ACTIONS, on_database
 from quire.service.tickets import Action as Action
 from quire.service.tickets import DatabaseRequest as DatabaseRequest
@@ -327,7 +329,10 @@ class TableCuts(Request, frozen=True):
 
 # ── rows into SQLite ──────────────────────────────────────────────────────────────────────────────────────────────────
 class LoadRows(Request, frozen=True):
-    """Insert the parts of a load into a table, in one transaction. `columns` are (name, declared type)."""
+    """Write the parts of a load to a table, in one transaction. `columns` are (name, declared type).
+
+    With `query` they are a batch of a streaming query, which is written once, whatever load brings it.
+    """
 
     load: int
     database: str
@@ -336,6 +341,12 @@ class LoadRows(Request, frozen=True):
     columns: tuple[tuple[str, str], ...]
     overwrite: bool = False
     create: bool = False
+    create_database: bool = False
+    exists: Literal["", "error", "ignore"] = ""
+    keys: tuple[str, ...] = ()
+    delete: str = ""
+    query: str = ""
+    batch: int = 0
 
 
 class OfLoad(Request, frozen=True):
@@ -416,6 +427,8 @@ ACTIONS: dict[str, Action] = {
         _read("table.cuts", TableCuts, list[tuple[Any, ...]]),
         LOAD_PUT,
         Action("load.rows", LoadRows, int),
+        LOAD_PAIRS,
+        LOAD_RECORDS,
         Action("load.drop", OfLoad, None),
         _read("kv.version", OfSnapshot, KvVersion),
         KV_IDS,

@@ -96,6 +96,38 @@ class PutPart(Request, frozen=True):
 LOAD_PUT = Action("load.put", PutPart, None)
 
 
+class LoadPairs(Request, frozen=True):
+    """Write the parts of a load, a batch of a streaming query, to a key-value set, in one batch and once.
+
+    `columns` are the names of theirs: `key`, `value`, and that of the flag `delete` if there is one.
+    """
+
+    load: int
+    database: str
+    parts: tuple[str, ...]
+    columns: tuple[str, ...]
+    query: str
+    batch: int
+    delete: str = ""
+    overwrite: bool = False
+    create: bool = False
+
+
+class LoadRecords(Request, frozen=True):
+    """Append the parts of a load to a stream, in one append and once; with `query` they are a batch of a streaming query."""
+
+    load: int
+    stream: str
+    parts: tuple[str, ...]
+    query: str = ""
+    batch: int = 0
+    create: bool = False
+
+
+LOAD_PAIRS = Action("load.pairs", LoadPairs, int)
+LOAD_RECORDS = Action("load.records", LoadRecords, int)
+
+
 class OfLease(Request, frozen=True):
     """A lease on versions that were lent."""
 

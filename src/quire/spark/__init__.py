@@ -1,4 +1,4 @@
-"""Spark on quire: sessions that know the data sources, the options they need, and bulk loading."""
+"""Spark on quire: sessions that know the data sources, the options they need, saving and bulk loading."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from quire.core.lazy import lazy_names
 if TYPE_CHECKING:
     from quire.spark.access import options_of
     from quire.spark.runner import SparkRunner
+    from quire.spark.saving import save
     from quire.spark.sessions import attach, session
     from quire.spark.sources.kv_load import bulk_load
 
@@ -15,6 +16,7 @@ __all__ = [
     "attach",
     "bulk_load",
     "options_of",
+    "save",
     "session",
 ]
 
@@ -24,6 +26,7 @@ if not TYPE_CHECKING:
         {
             "options_of": "quire.spark.access",
             "SparkRunner": "quire.spark.runner",
+            "save": "quire.spark.saving",
             "attach": "quire.spark.sessions",
             "session": "quire.spark.sessions",
             "bulk_load": "quire.spark.sources.kv_load",

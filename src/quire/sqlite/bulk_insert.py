@@ -1,56 +1,112 @@
-"""Inserts many rows into one table in one transaction, once: a *load*, named by a number that its caller draws.
+"""Writes many rows to one table in one transaction, once: a *load*, known by a number that its caller draws, or a *batch* of a
+streaming query, known by the query's id and a number that only rises.
 
-All rows of a load are inserted, or none. The load is remembered in `quire_loads`, a table of the same database, by the same
-transaction, for `KEPT_MS`: a repeat is answered from there, and nothing is inserted.
+All rows are written, or none. The same transaction remembers what was done, in a table of the same database:
 
-Thread: the connection's. Raises `NotFound`, `Conflict` (a constraint), `Overloaded` (somebody else writes), `InvalidInput`,
-and what the page engine raises.
+- loads in `quire_loads`, for `KEPT_MS`: a repeat is answered from there, and nothing is written;
+- the last batch of each query in `quire_sinks`, for good: a query may be started again after months, and repeats its last batch
+  then. A batch that is not newer than the one recorded is not written.
+
+With `keys` a row replaces the one that has the same values there; with `delete`, the name of a column, rows in which it is true
+are deleted. Rows are applied in the order in which they come.
+
+Thread: the connection's. Raises `NotFound`, `Conflict` (a constraint), `AlreadyExists`, `Overloaded` (somebody else writes),
+`InvalidInput`, and what the page engine raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal
 
 import apsw
 
-from quire.core.errors import Conflict, InvalidInput, NotFound, Overloaded, QuireError
+from quire.core.errors import AlreadyExists, Conflict, InvalidInput, NotFound, Overloaded, QuireError
+from quire.durable.failpoints import hit
 from quire.sqlite.where_clause import quoted
 
-LOADS = "quire_loads"
+LOADS, SINKS = "quire_loads", "quire_sinks"
 KEPT_MS = 7 * 24 * 3_600 * 1_000
 
-_MAKE = f"CREATE TABLE IF NOT EXISTS {LOADS}(load INTEGER PRIMARY KEY, rows INTEGER NOT NULL, at_ms INTEGER NOT NULL)"
+_MAKE_LOADS = (
+    f"CREATE TABLE IF NOT EXISTS {LOADS}(load INTEGER PRIMARY KEY, rows INTEGER NOT NULL, at_ms INTEGER NOT NULL)"
+)
+_MAKE_SINKS = (
+    f"CREATE TABLE IF NOT EXISTS {SINKS}(query TEXT PRIMARY KEY, batch INTEGER NOT NULL, rows INTEGER NOT NULL, "
+    "at_ms INTEGER NOT NULL) WITHOUT ROWID"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableWrite:
+    """Where rows go, and how."""
+
+    table: str
+    columns: Sequence[tuple[str, str]]
+    """(name, declared type), in the order of the rows."""
+    keys: Sequence[str] = ()
+    """Columns that tell which row to replace or to delete; without any, rows are inserted."""
+    delete: str = ""
+    """The column that says whether a row is to be deleted; it is not stored."""
+    overwrite: bool = False
+    """Delete the rows that are there first."""
+    create: bool = False
+    """Make a table that is not there."""
+    exists: Literal["", "error", "ignore"] = ""
+    """What to do if the table is there: write to it, refuse, or write nothing."""
 
 
 def load_rows(
     connection: apsw.Connection,
     load: int,
-    table: str,
-    columns: Sequence[tuple[str, str]],
+    write: TableWrite,
     rows: Iterable[Sequence[Any]],
     *,
     now_ms: int,
-    overwrite: bool = False,
-    create: bool = False,
+    query: str = "",
+    batch: int = 0,
 ) -> int:
-    """Insert rows of (name, declared type) columns; how many they were."""
-    with _explained(table), _transaction(connection):
-        connection.execute(_MAKE)
-        done = connection.execute(f"SELECT rows FROM {LOADS} WHERE load = ?", (load,)).get
+    """Write the rows of a load, or of a query's batch; how many they were."""
+    with _explained(write), _transaction(connection):
+        done = _recorded_batch(connection, query, batch) if query else _recorded_load(connection, load)
         if done is not None:
-            return int(done)
-        _prepare(connection, table, columns, create)
-        if overwrite:
-            connection.execute(f"DELETE FROM main.{quoted(table)}")
-        names = ", ".join(quoted(name) for name, _ in columns)
-        places = ", ".join("?" * len(columns))
+            return done
         counted = _Counted(rows)
-        connection.executemany(f"INSERT INTO main.{quoted(table)}({names}) VALUES ({places})", counted)
-        connection.execute(f"DELETE FROM {LOADS} WHERE at_ms < ?", (now_ms - KEPT_MS,))
-        connection.execute(f"INSERT INTO {LOADS} VALUES (?, ?, ?)", (load, counted.count, now_ms))
+        if _prepare(connection, write):
+            if write.overwrite:
+                connection.execute(f"DELETE FROM main.{quoted(write.table)}")
+            _apply(connection, write, counted)
+        hit("sqlite.load.written")
+        if query:
+            connection.execute(
+                f"INSERT INTO {SINKS} VALUES (?, ?, ?, ?) ON CONFLICT(query) DO UPDATE SET "
+                "batch = excluded.batch, rows = excluded.rows, at_ms = excluded.at_ms",
+                (query, batch, counted.count, now_ms),
+            )
+        else:
+            connection.execute(f"DELETE FROM {LOADS} WHERE at_ms < ?", (now_ms - KEPT_MS,))
+            connection.execute(f"INSERT INTO {LOADS} VALUES (?, ?, ?)", (load, counted.count, now_ms))
         return counted.count
+
+
+def _recorded_load(connection: apsw.Connection, load: int) -> int | None:
+    """How many rows a load has brought; `None` if it is not recorded."""
+    connection.execute(_MAKE_LOADS)
+    done = connection.execute(f"SELECT rows FROM {LOADS} WHERE load = ?", (load,)).get
+    return None if done is None else int(done)
+
+
+def _recorded_batch(connection: apsw.Connection, query: str, batch: int) -> int | None:
+    """How many rows a query's batch has brought, 0 for one before the last; `None` if it is not recorded."""
+    connection.execute(_MAKE_SINKS)
+    last = connection.execute(f"SELECT batch, rows FROM {SINKS} WHERE query = ?", (query,)).fetchone()
+    if last is None or last[0] < batch:
+        return None
+    return int(last[1]) if last[0] == batch else 0
 
 
 class _Counted:
@@ -66,15 +122,64 @@ class _Counted:
             yield row
 
 
-def _prepare(connection: apsw.Connection, table: str, columns: Sequence[tuple[str, str]], create: bool) -> None:
-    """See that the table is there."""
-    known = connection.execute("SELECT name FROM pragma_table_list(?) WHERE schema = 'main'", (table,)).get
+def _prepare(connection: apsw.Connection, write: TableWrite) -> bool:
+    """See that the table is there; whether to write."""
+    known = connection.execute("SELECT name FROM pragma_table_list(?) WHERE schema = 'main'", (write.table,)).get
     if known is not None:
+        if write.exists == "error":
+            hint = "write with mode append or overwrite, or to another table"
+            raise AlreadyExists("the table exists already", hint=hint, table=write.table)
+        return write.exists != "ignore"
+    if not write.create:
+        hint = "make it, or write with the option create"
+        raise NotFound("the database has no such table", hint=hint, table=write.table)
+    declared = [f"{quoted(name)} {kind}" for name, kind in write.columns if name != write.delete]
+    if write.keys:
+        declared.append(f"PRIMARY KEY({', '.join(map(quoted, write.keys))})")
+    connection.execute(f"CREATE TABLE main.{quoted(write.table)}({', '.join(declared)})")
+    return True
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _apply(connection: apsw.Connection, write: TableWrite, rows: Iterable[Sequence[Any]]) -> None:
+    names = [name for name, _ in write.columns]
+    if not write.keys:
+        connection.executemany(_insert(write.table, names), rows)
         return
-    if not create:
-        raise NotFound("the database has no such table", hint="make it, or write with the option create", table=table)
-    declared = ", ".join(f"{quoted(name)} {kind}" for name, kind in columns)
-    connection.execute(f"CREATE TABLE main.{quoted(table)}({declared})")
+    keys_of = [names.index(key) for key in write.keys]
+    kept = [place for place, name in enumerate(names) if name != write.delete]
+    upsert = _upsert(write.table, [names[place] for place in kept], write.keys)
+    if not write.delete:
+        connection.executemany(upsert, _with_keys(rows, keys_of, write.keys))
+        return
+    matches = " AND ".join(f"{quoted(key)} = ?" for key in write.keys)
+    remove = f"DELETE FROM main.{quoted(write.table)} WHERE {matches}"
+    flag = itemgetter(names.index(write.delete))
+    # In the order of the rows: a key may be deleted and come back within one batch.
+    for is_gone, run in groupby(_with_keys(rows, keys_of, write.keys), key=lambda row: bool(flag(row))):
+        if is_gone:
+            connection.executemany(remove, ([row[place] for place in keys_of] for row in run))
+        else:
+            connection.executemany(upsert, ([row[place] for place in kept] for row in run))
+
+
+def _with_keys(rows: Iterable[Sequence[Any]], keys_of: Sequence[int], keys: Sequence[str]) -> Iterator[Sequence[Any]]:
+    """The rows. One without a key is refused: SQLite takes no two NULLs for the same, so it would come again and again."""
+    for row in rows:
+        if any(row[place] is None for place in keys_of):
+            raise InvalidInput("a row has no key", hint="leave out rows whose key is NULL", keys=list(keys))
+        yield row
+
+
+def _insert(table: str, names: Sequence[str]) -> str:
+    places = ", ".join("?" * len(names))
+    return f"INSERT INTO main.{quoted(table)}({', '.join(map(quoted, names))}) VALUES ({places})"
+
+
+def _upsert(table: str, names: Sequence[str], keys: Sequence[str]) -> str:
+    changes = ", ".join(f"{quoted(name)} = excluded.{quoted(name)}" for name in names if name not in keys)
+    action = f"UPDATE SET {changes}" if changes else "NOTHING"
+    return f"{_insert(table, names)} ON CONFLICT({', '.join(map(quoted, keys))}) DO {action}"
 
 
 @contextmanager
@@ -90,8 +195,9 @@ def _transaction(connection: apsw.Connection) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(table: str) -> Iterator[None]:
+def _explained(write: TableWrite) -> Iterator[None]:
     """SQLite's errors as ours."""
+    table = write.table
     try:
         yield
     except apsw.Error as error:
@@ -101,4 +207,7 @@ def _explained(table: str) -> Iterator[None]:
             raise Conflict(f"the table refuses a row: {error}", hint="nothing was inserted", table=table) from error
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise Overloaded("somebody else writes to the database", hint="try again", table=table) from error
-        raise InvalidInput(f"SQLite refuses: {error}", hint="nothing was inserted", table=table) from error
+        hint = "nothing was inserted"
+        if "ON CONFLICT clause" in str(error):
+            hint = f"CREATE UNIQUE INDEX … ON {quoted(table)}({', '.join(map(quoted, write.keys))}) first"
+        raise InvalidInput(f"SQLite refuses: {error}", hint=hint, table=table) from error

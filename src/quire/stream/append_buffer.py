@@ -293,6 +293,11 @@ class Pending:
             turn.refused_from = first  # last: whoever sees it finds the reason, and no id was given out again before
             return count
 
+    def has_call(self, key: bytes) -> bool:
+        """Whether records with this idempotency key were appended lately."""
+        with self._lock:
+            return self._calls.get(call_number(key)) is not None
+
     def newest_calls(self) -> tuple[tuple[int, int], ...]:
         """Idempotency keys of the newest appends, with their first records."""
         with self._lock:

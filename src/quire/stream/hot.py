@@ -151,6 +151,10 @@ class HotLog:
         )
         self.append, self.told = pending.append, pending.told
 
+    def has_call(self, key: bytes) -> bool:
+        """Whether records with this idempotency key were appended lately."""
+        return self._pending.has_call(key)
+
     @property
     def calls(self) -> tuple[tuple[int, int], ...]:
         """Idempotency keys of the newest appends, with their first records: for when their segment is sealed."""

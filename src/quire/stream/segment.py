@@ -309,8 +309,12 @@ class Scan(msgspec.Struct, frozen=True):
 
     @property
     def calls(self) -> dict[int, int]:
-        """The first record of each append that has an idempotency key, by that key."""
-        return {block.call: block.first_record for block in reversed(self.blocks) if block.call}
+        """The first record of each append that has an idempotency key, by that key; oldest first."""
+        calls: dict[int, int] = {}
+        for block in self.blocks:
+            if block.call:
+                calls.setdefault(block.call, block.first_record)
+        return calls
 
     @property
     def last_ms(self) -> int:

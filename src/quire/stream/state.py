@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -55,6 +55,17 @@ class Retention(msgspec.Struct, frozen=True):
             raise InvalidInput("retention limits must not be negative", hint="0 means no limit")
 
 
+class QueryBatch(msgspec.Struct, frozen=True):
+    """The newest batch of a streaming query that was appended."""
+
+    batch: int = -1
+    """-1 before the first."""
+    pending: int = -1
+    """The one that is being appended; -1 if there is none."""
+    call: int = 0
+    """The idempotency key of its append."""
+
+
 class StoredState(msgspec.Struct, frozen=True):
     """What `stream.json` holds."""
 
@@ -76,6 +87,8 @@ class StoredState(msgspec.Struct, frozen=True):
     """Idempotency keys of the newest appends in sealed segments, with their first records; those of the open one are in it."""
     gaps: tuple[Gap, ...] = ()
     """Record ids that takeovers have left out, in order."""
+    queries: dict[str, QueryBatch] = {}
+    """Streaming queries that append here, by their ids; who appended last comes last."""
     crc64: str = ""
     """Of the file with nothing in its place, in hex. Empty in memory, and in files from before."""
 
@@ -135,6 +148,10 @@ def save_mode(disk: Disk, root: str, mode: Literal["off", "shadow", "on"]) -> No
     """Have every later opening of a stream know it, in place of what quire.toml says."""
     disk.make_dirs(os.path.join(root, STREAMS))
     write_atomic(disk, os.path.join(root, MODE_FILE), msgspec.json.encode(_StoreWide(mode)))
+
+
+QUERIES_MAX = 1_024
+"""Queries that are remembered; those that appended longest ago are forgotten."""
 
 
 class StreamState:
@@ -204,6 +221,33 @@ class StreamState:
             if gaps != self.stored.gaps:
                 self._save(msgspec.structs.replace(self.stored, gaps=gaps))
             return gaps
+
+    # ── streaming queries ─────────────────────────────────────────────────────────────────────────────────────────────
+    def has_batch(self, query: str, batch: int) -> bool:
+        """Whether a query's batch, or a later one, was appended."""
+        known = self.stored.queries.get(query)
+        return known is not None and known.batch >= batch
+
+    def begin_batch(self, query: str, batch: int, call: int) -> None:
+        """A query's batch is going to be appended, with this idempotency key."""
+        known = self.stored.queries.get(query, QueryBatch())
+        self._put_query(query, msgspec.structs.replace(known, pending=batch, call=call))
+
+    def end_batch(self, query: str, batch: int) -> None:
+        """It is durable."""
+        self._put_query(query, QueryBatch(batch))
+
+    def settle_batches(self, appended: Collection[int]) -> None:
+        """Decide what a crash left open: `appended` are the idempotency keys of the newest appends that are there."""
+        for query, known in self.stored.queries.items():
+            if known.pending >= 0:
+                self._put_query(query, QueryBatch(known.pending if known.call in appended else known.batch))
+
+    def _put_query(self, query: str, known: QueryBatch) -> None:
+        with self._lock:
+            others = [(name, value) for name, value in self.stored.queries.items() if name != query]
+            queries = dict([*others[1 - QUERIES_MAX :], (query, known)])
+            self._save(msgspec.structs.replace(self.stored, queries=queries))
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def position(self, name: str) -> int:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -30,9 +31,11 @@ from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
-from quire.core.recent_keys import RecentKeys
+from quire.core.limits import IDEMPOTENCY_KEY_BYTES
+from quire.core.recent_keys import RecentKeys, call_number
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.core.timeline import Gap, Gaps
+from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
 from quire.stream.append_buffer import Appended, Records
@@ -156,6 +159,8 @@ class Stream:
         self.torn_bytes = recovered.torn_bytes
         self._state = state
         self._store = store
+        self._batches = threading.Lock()
+        """Held while a query's batch is appended."""
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self.ledger: Ledger = recovered.ledger
@@ -224,6 +229,7 @@ class Stream:
             files.make()
             files.sweep()
             recovered = recover_stream(files, log, projection, state, ticking, mode, reopen)
+            state.settle_batches({call for call, at in state.stored.calls if at < recovered.next_record})
             parts = (files, recovered, state, store, collect, cache or ByteCache(settings.cache_bytes))
             return cls(*parts, settings, ticking, background=background, check_owner=manifest.writer.check_owner)
         except BaseException:
@@ -238,6 +244,28 @@ class Stream:
         A `key` of 16 random bytes makes the call safe to repeat: records whose key was appended lately are not appended again.
         """
         return self.hot.append(records, key=key)
+
+    def has_batch(self, query: str, batch: int) -> bool:
+        """Whether a batch of a streaming query, or a later one, was appended with `append_batch`."""
+        return self._state.has_batch(query, batch)
+
+    @changes
+    def append_batch(self, records: Records, *, query: str, batch: int) -> bool:
+        """Append a batch of a streaming query, once; False if it, or a later one of this query, was appended before.
+
+        The batch is announced in `stream.json`, appended with an idempotency key, and then recorded there. If the process is
+        killed in between, the next opening looks for the key among the newest appends, and decides.
+        """
+        with self._batches:
+            if self._state.has_batch(query, batch):
+                return False
+            key = sha256(f"{query}/{batch}".encode()).digest()[:IDEMPOTENCY_KEY_BYTES]
+            self._state.begin_batch(query, batch, call_number(key))
+            hit("stream.batch.announced")
+            self.hot.append(records, key=key).result()
+            hit("stream.batch.appended")
+            self._state.end_batch(query, batch)
+        return True
 
     @changes
     def sync(self) -> int:

@@ -1,4 +1,4 @@
-"""What all data sources share: options, schemas, leases, batch readers, streaming readers and writers.
+"""What all data sources share: options, schemas, leases, batch readers and streaming readers.
 
 A source declares its name, its options and its reader; a reader says what each task reads (`plan`) and reads it (`batches`).
 
@@ -22,7 +22,6 @@ Importable on executors. Raises `InvalidInput`, `SnapshotGone`, `CursorLost`, an
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from typing import Any, ClassVar
 import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSource,
-    DataSourceArrowWriter,
     DataSourceReader,
     DataSourceStreamReader,
     InputPartition,
@@ -53,6 +51,8 @@ from quire.service.tickets import LEASE_RENEW, OfLease
 from quire.spark.access import OwnerAddress, access_of
 
 COMMON = ("store", "path", "token", "token_file", "tls_ca_file")
+SINK_OPTIONS = ("checkpointlocation", "queryname", "outputmode")
+"""Spark's own, among the options of a sink."""
 
 KEEP_SECONDS = 300
 """How long a version without a name is kept after the last read."""
@@ -106,6 +106,16 @@ class Options:
         names = self.names("columns") or list(known)
         if unknown := [name for name in names if name not in known]:
             raise InvalidInput(f"{of} has no such column", hint=f"columns: {', '.join(known)}", columns=unknown[:5])
+        return names
+
+    def columns_of(self, name: str, schema: StructType) -> list[str]:
+        """An option that names columns of what is written, checked."""
+        names = self.names(name)
+        if unknown := [column for column in names if column not in schema.names]:
+            hint = f"columns: {', '.join(schema.names)}"
+            raise InvalidInput(
+                f"the option `{name}` names a column that is not written", hint=hint, columns=unknown[:5]
+            )
         return names
 
     def number(self, name: str, default: int, *, least: int = 0) -> int:
@@ -400,14 +410,3 @@ class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class LoadWriter(DataSourceArrowWriter):
-    """Rows of a job that enter a database in one step. The load's number is drawn when the job is planned and names it."""
-
-    def __init__(self, options: Options) -> None:
-        self.access = options.access()
-        self.database = options.need("database")
-        self.create = options.one_of("create", ("true", "false")) == "true"
-        self.load = secrets.randbits(62) | 1

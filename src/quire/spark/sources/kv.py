@@ -20,6 +20,11 @@ Writing: rows become tables, on executors, and enter the database in one step.
   of the attempts that count, the owner takes exactly those with one event, and removes the files of all others.
 - The database remembers the load: a commit whose answer was lost is asked for again, and answered.
 
+Streaming queries: each batch is sent to the owner (`parts.py`) and written as one batch of the set, together with its number,
+under a key of its own (`service/loads.py`); a batch that Spark repeats is not written again. Rows are applied in the order in
+which they come; with the option `delete`, a boolean column, those in which it is true delete their keys. Complete mode replaces
+the set. Executors need not see the store's directory.
+
 Options of reading: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for bytes),
 `keys` and `values` (`binary` or `string`), `columns`, `partitions`. Of writing, with save mode `append`: `database`, `create`
 (the default is `true`: make the database if there is none).
@@ -28,13 +33,14 @@ Options of reading: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` a
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.datasource import WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from quire.core.errors import InvalidInput, UnknownSnapshot
@@ -46,13 +52,16 @@ from quire.lsm.compaction import TableOptions
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import LSN_MAX, prefix_end
-from quire.service.tickets import KV_IDS, Shelf, TakeIds
+from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, Shelf, TakeIds
 from quire.spark.access import disk_at
-from quire.spark.sources.base import KEEP_SECONDS, LoadWriter, Options, QuireSource, SourceReader
+from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader
+from quire.spark.sources.parts import BatchId, PartTarget, SinkWriter
+from quire.spark.sources.sqlite_write import flag_of
 
 if TYPE_CHECKING:
     from quire.lsm.engine import KvVersion
     from quire.service.channel import Channel
+    from quire.service.client import Client
 
 COLUMNS = ("key", "value")
 WRITING = ("database", "create")
@@ -198,7 +207,7 @@ class TablesMessage(WriterCommitMessage):
     rows: int
 
 
-class KvWriter(LoadWriter):
+class KvWriter(DataSourceArrowWriter):
     """See above."""
 
     def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
@@ -206,7 +215,10 @@ class KvWriter(LoadWriter):
             raise InvalidInput(
                 "a key-value database is written with mode('append')", hint="drop it first, or load into another one"
             )
-        super().__init__(options)
+        self.access = options.access()
+        self.database = options.need("database")
+        self.create = options.one_of("create", ("true", "false")) == "true"
+        self.load = secrets.randbits(62) | 1
         self.places = _places(schema)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TablesMessage:
@@ -231,6 +243,33 @@ class KvWriter(LoadWriter):
         """Have the owner remove the tables that the tasks wrote."""
         with self.access.connect() as client:
             client.drop_tables(self.load)
+
+
+class KvTarget(PartTarget):
+    """Batches of a streaming query: each is one batch of the set, which the owner writes with the number of the batch."""
+
+    def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
+        self.database = options.need("database")
+        self.create = options.one_of("create", ("true", "false")) == "true"
+        self.overwrite = overwrite
+        self.delete = flag_of(options, schema)
+        self.columns = tuple(schema.names)
+        _places(StructType([field for field in schema.fields if field.name != self.delete]))
+
+    def take(self, client: Client, load: int, parts: list[str], batch: BatchId | None) -> None:
+        assert batch is not None, "jobs write tables"
+        request = LoadPairs(
+            load,
+            self.database,
+            tuple(parts),
+            self.columns,
+            batch.query,
+            batch.batch,
+            self.delete,
+            self.overwrite,
+            self.create,
+        )
+        client.take_parts(LOAD_PAIRS, request)
 
 
 class _Shelves:
@@ -302,6 +341,11 @@ class KvSource(QuireSource):
         kinds = {name: options.one_of(f"{name}s", ("binary", "string")) for name in COLUMNS}
         chosen = options.columns(COLUMNS, of="a key-value database")
         return StructType([StructField(name, KINDS[kinds[name]], nullable=False) for name in chosen])
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> SinkWriter:  # noqa: N802 - Spark gives the name
+        known = (*WRITING, "delete", *SINK_OPTIONS)
+        options = Options(self.options, source="writing to quire.kv", known=known)
+        return SinkWriter(options.access(), KvTarget(options, schema, overwrite=overwrite))
 
     def writer(self, schema: StructType, overwrite: bool) -> KvWriter:
         return KvWriter(Options(self.options, source="writing to quire.kv", known=WRITING), schema, overwrite=overwrite)

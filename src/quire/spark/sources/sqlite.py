@@ -13,58 +13,29 @@ asked when the query is planned, and not again.
   Filters of Spark's stay Spark's: a reader that takes them answers later queries with them
   (docs/decisions/013-no-filter-pushdown.md).
 
-Writing: all rows of a job enter the table in one SQLite transaction of the owner's.
-
-- Tasks stream to the owner; nothing they do is seen before the job commits. Then the owner inserts the parts that Spark
-  names: those of failed, killed and repeated attempts are not among them. A part is what one attempt of one task has sent, a
-  file beside the store.
-- The owner remembers a load in the very transaction (table `quire_loads`): a commit whose answer was lost is asked for
-  again, and answered. A job that fails is aborted, and its parts go; what a killed driver leaves, the owner removes when it
-  next starts.
-- Columns are matched by name. Types of a new table follow the DataFrame's; dates, times and decimals are text, booleans 0 and
-  1.
-- With `fork_of` (and `fork_at`, a snapshot) the database is made as a fork when the job commits, if it does not exist.
+Writing: `sqlite_write.py`.
 
 Options of reading: `table`, `columns`, `where`, `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases without
-the table), and those of `views.py`. Of writing, with save modes `append` and `overwrite` (the table's rows are deleted in the
-same transaction): `database`, `table`, `create` (the default is `true`: make a table that is not there), `fork_of`,
-`fork_at`.
+the table), and those of `views.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark import TaskContext
-from pyspark.sql.datasource import WriterCommitMessage
-from pyspark.sql.types import (
-    BinaryType,
-    BooleanType,
-    ByteType,
-    DataType,
-    DateType,
-    DecimalType,
-    DoubleType,
-    FloatType,
-    IntegerType,
-    LongType,
-    ShortType,
-    StringType,
-    StructType,
-    TimestampNTZType,
-    TimestampType,
-)
+from pyspark.sql.types import StructType
 
-from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
+from quire.core.errors import InvalidInput, NotFound
 from quire.core.limits import MIB
-from quire.service.tickets import LOAD_PUT, PutPart
 from quire.spark.sources import views
-from quire.spark.sources.base import LoadWriter, Options, QuireSource
+from quire.spark.sources.base import SINK_OPTIONS, Options, QuireSource
+from quire.spark.sources.parts import PartWriter, SinkWriter
 from quire.spark.sources.sqlite_tables import table_schema
+from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
 from quire.spark.sources.views import DatabaseVersion, PiecesReader, VersionRequest, ViewPiece, dealt, opened
 from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, windows
 from quire.sqlite.read_ahead import ReadAhead
@@ -73,34 +44,12 @@ from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
 from quire.sqlite.where_clause import bracketed, check_condition
 
 if TYPE_CHECKING:
-    from quire.service.channel import Channel
     from quire.service.client import Client
+    from quire.spark.access import OwnerAddress
     from quire.sqlite.connect import Connection
-
-WRITING = ("database", "table", "fork_of", "fork_at", "create")
 
 PIECE_BYTES = 16 * MIB
 """Of a database that is not cut."""
-
-BODY_BYTES = 4 * MIB
-"""Rows are sent in calls of about this size."""
-
-DECLARED: dict[type[DataType], str] = {
-    ByteType: "INTEGER",
-    ShortType: "INTEGER",
-    IntegerType: "INTEGER",
-    LongType: "INTEGER",
-    BooleanType: "BOOLEAN",
-    FloatType: "REAL",
-    DoubleType: "REAL",
-    StringType: "TEXT",
-    BinaryType: "BLOB",
-    DateType: "DATE",
-    TimestampType: "TIMESTAMP",
-    TimestampNTZType: "TIMESTAMP",
-    DecimalType: "TEXT",
-}
-"""What a new table declares for a type of Spark's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,108 +195,6 @@ def find_in(client: Client, request: VersionRequest, database: str, name: str, w
         return described(connection)
 
 
-# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-@dataclass
-class PartMessage(WriterCommitMessage):
-    """What a task tells the driver: the part that its attempt has sent."""
-
-    part: str
-    rows: int
-
-
-class SqliteWriter(LoadWriter):
-    """See above."""
-
-    def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
-        super().__init__(options)
-        self.table = options.need("table")
-        self.fork_of, self.fork_at = options.text("fork_of"), options.text("fork_at")
-        self.overwrite = overwrite
-        self.columns = [(field.name, _declared(field.name, field.dataType)) for field in schema.fields]
-
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> PartMessage:
-        """Send a task's rows."""
-        context = TaskContext.get()
-        assert context is not None, "Spark calls this in a task"
-        part = f"{context.partitionId()}-{context.taskAttemptId()}"
-        with closing(self.access.channel()) as channel:
-            return PartMessage(part, _send(channel, self.load, part, iterator))
-
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Have the owner insert everything."""
-        parts = tuple(message.part for message in messages if isinstance(message, PartMessage) and message.rows)
-        with self.access.connect() as client:
-            if self.fork_of:
-                try:
-                    client.database(self.database)
-                except UnknownDatabase:
-                    client.fork(self.fork_of, self.database, at=self.fork_at or None)
-            client.load_rows(
-                self.load,
-                self.database,
-                self.table,
-                parts,
-                columns=self.columns,
-                overwrite=self.overwrite,
-                create=self.create,
-            )
-
-    def abort(self, _: list[WriterCommitMessage | None]) -> None:
-        """Remove the parts of a job that failed."""
-        with self.access.connect() as client:
-            client.drop_load(self.load)
-
-
-class _Sender:
-    """A file that the owner keeps: bytes go out in calls of `BODY_BYTES`."""
-
-    closed = False
-
-    def __init__(self, channel: Channel, load: int, part: str) -> None:
-        self._channel, self._load, self._part = channel, load, part
-        self._waiting = bytearray()
-        self._sent = 0
-
-    def write(self, data: bytes) -> int:
-        self._waiting += data
-        while len(self._waiting) >= BODY_BYTES:
-            self._send(BODY_BYTES)
-        return len(data)
-
-    def flush(self) -> None:
-        if self._waiting:
-            self._send(len(self._waiting))
-
-    def _send(self, size: int) -> None:
-        body = bytes(self._waiting[:size])
-        self._channel.ask(LOAD_PUT, PutPart(self._load, self._part, self._sent, body))
-        self._sent += size
-        del self._waiting[:size]
-
-
-def _send(channel: Channel, load: int, part: str, batches: Iterator[pa.RecordBatch]) -> int:
-    """Send batches as an Arrow stream; how many rows there were."""
-    rows, sender = 0, _Sender(channel, load, part)
-    writer: pa.ipc.RecordBatchStreamWriter | None = None
-    for batch in batches:
-        writer = writer or pa.ipc.new_stream(sender, batch.schema)
-        writer.write_batch(batch)
-        rows += batch.num_rows
-    if writer is not None:
-        writer.close()
-        sender.flush()
-    return rows
-
-
-def _declared(name: str, kind: DataType) -> str:
-    declared = next((text for spark_type, text in DECLARED.items() if isinstance(kind, spark_type)), "")
-    if not declared:
-        raise InvalidInput(
-            f"SQLite has no place for {kind.simpleString()}", hint="to_json(…) makes it text", column=name
-        )
-    return declared
-
-
 class SqliteSource(QuireSource):
     """See above."""
 
@@ -362,6 +209,12 @@ class SqliteSource(QuireSource):
             table = _described(client, request, options)
         return table_schema(table, options.names("columns"), with_database=request.is_many)
 
-    def writer(self, schema: StructType, overwrite: bool) -> SqliteWriter:
-        options = Options(self.options, source="writing to quire.sqlite", known=WRITING)
-        return SqliteWriter(options, schema, overwrite=overwrite)
+    def writer(self, schema: StructType, overwrite: bool) -> PartWriter:
+        return PartWriter(*self._target(schema, overwrite))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> SinkWriter:  # noqa: N802 - Spark gives the name
+        return SinkWriter(*self._target(schema, overwrite))
+
+    def _target(self, schema: StructType, overwrite: bool) -> tuple[OwnerAddress, SqliteTarget]:
+        options = Options(self.options, source="writing to quire.sqlite", known=(*WRITING, *SINK_OPTIONS))
+        return options.access(), SqliteTarget(options, schema, overwrite=overwrite)

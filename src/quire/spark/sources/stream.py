@@ -13,11 +13,15 @@ A record is `id`, `timestamp` (when it became durable), `payload`.
   its consumer stands; one that does not exist is registered at `start`. Nothing from a consumer's position on is retired
   while it holds.
 
-Options: `stream`; `columns`; `partitions` at most; `upload` of what is in no object yet: `auto` (by executors that need it),
-`true` (before the query runs), `false`. Of a range: `start` (default: the first record kept), `end`, exclusive, `since` (a
-time, or milliseconds since 1970: records that became durable before it are left out, whole segments of them without being
-read). Of a streaming query: `consumer`; `start` for a new consumer: `oldest` (the default), `latest`, or the id of the first
-record wanted; `max_records` in a batch.
+Writing, of a job or of a streaming query: one column `payload`. The owner appends the records of a job, or of a batch, in one
+append that is durable as a whole, and a batch once (`parts.py`, `Stream.append_batch`). Options: `stream`, `create` (the
+default is `true`: make a stream that is not there).
+
+Options of reading: `stream`; `columns`; `partitions` at most; `upload` of what is in no object yet: `auto` (by executors that
+need it), `true` (before the query runs), `false`. Of a range: `start` (default: the first record kept), `end`, exclusive,
+`since` (a time, or milliseconds since 1970: records that became durable before it are left out, whole segments of them without
+being read). Of a streaming query: `consumer`; `start` for a new consumer: `oldest` (the default), `latest`, or the id of the
+first record wanted; `max_records` in a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, StringType, StructType
 
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, OutOfRange
@@ -45,12 +49,14 @@ from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
 from quire.service.tickets import (
+    LOAD_RECORDS,
     STREAM_ACK,
     STREAM_POSITION,
     STREAM_REGISTER,
     STREAM_SHARE,
     STREAM_WAIT,
     AckRecords,
+    LoadRecords,
     OfConsumer,
     OfStream,
     RegisterConsumer,
@@ -58,6 +64,7 @@ from quire.service.tickets import (
 )
 from quire.spark.access import disk_at, object_options
 from quire.spark.sources.base import (
+    SINK_OPTIONS,
     WAIT_SECONDS,
     Offset,
     Options,
@@ -68,6 +75,7 @@ from quire.spark.sources.base import (
     fitted,
     spark_schema,
 )
+from quire.spark.sources.parts import BatchId, PartTarget, PartWriter, SinkWriter
 from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at, of_positions
@@ -75,6 +83,10 @@ from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 
 if TYPE_CHECKING:
     from quire.service.channel import Channel
+    from quire.service.client import Client
+    from quire.spark.access import OwnerAddress
+
+WRITING = ("stream", "create")
 
 PART_BYTES_MIN = MIB
 """Fewer bytes are not worth a task of their own."""
@@ -310,6 +322,27 @@ class RecordsQueryReader(QueryReader):
             self.owner.ask(STREAM_ACK, AckRecords(self.records.stream, self.holder, position))
 
 
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class StreamTarget(PartTarget):
+    """Records that are appended in one step: those of a job, or of a query's batch."""
+
+    def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
+        if overwrite:
+            raise InvalidInput("a stream only grows", hint="use append mode, or a table of quire.sqlite")
+        if schema.names != ["payload"] or not isinstance(schema[0].dataType, BinaryType | StringType):
+            hint = 'df.selectExpr("to_json(struct(*)) AS payload")'
+            raise InvalidInput(
+                "a stream takes one column `payload`, binary or string", hint=hint, given=schema.simpleString()
+            )
+        self.stream = options.need("stream")
+        self.create = options.one_of("create", ("true", "false")) == "true"
+
+    def take(self, client: Client, load: int, parts: list[str], batch: BatchId | None) -> None:
+        query, number = (batch.query, batch.batch) if batch is not None else ("", 0)
+        request = LoadRecords(load, self.stream, tuple(parts), query, number, self.create)
+        client.take_parts(LOAD_RECORDS, request)
+
+
 class StreamSource(QuireSource):
     """See above."""
 
@@ -322,3 +355,13 @@ class StreamSource(QuireSource):
 
     def streamReader(self, schema: StructType) -> RecordsQueryReader:  # noqa: N802 - Spark gives the name
         return RecordsQueryReader(self.parse(self.options), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> PartWriter:
+        return PartWriter(*self._target(schema, overwrite))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> SinkWriter:  # noqa: N802 - Spark gives the name
+        return SinkWriter(*self._target(schema, overwrite))
+
+    def _target(self, schema: StructType, overwrite: bool) -> tuple[OwnerAddress, StreamTarget]:
+        options = Options(self.options, source="writing to quire.stream", known=(*WRITING, *SINK_OPTIONS))
+        return options.access(), StreamTarget(options, schema, overwrite=overwrite)

@@ -1,0 +1,56 @@
+"""Saves a DataFrame as a table of a SQLite database, with all of Spark's save modes.
+
+    quire.spark.save(frame, store, "shop", "orders")                        # refused if the table exists
+    quire.spark.save(frame, store, "shop", "orders", mode="append", key="id")
+
+Spark hands only `append` and `overwrite` on to a data source in Python; of the others, and of its own default, it says that the
+source does not support them. Here they become the option `exists`, which the owner checks in the transaction that writes.
+
+Threads: any. Raises what Spark raises, with our errors in it; `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quire.core.errors import InvalidInput
+from quire.spark.access import Served, options_of
+from quire.spark.sessions import attach
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+MODES = {
+    "error": ("append", "error"),
+    "errorifexists": ("append", "error"),
+    "default": ("append", "error"),
+    "ignore": ("append", "ignore"),
+    "append": ("append", "append"),
+    "overwrite": ("overwrite", "append"),
+}
+"""Spark's save modes → the mode that a source in Python is given, and what becomes of a table that exists."""
+
+
+def save(
+    frame: DataFrame,
+    store: Served | Mapping[str, str],
+    database: str,
+    table: str,
+    *,
+    mode: str = "errorifexists",
+    create: bool = True,
+    **options: str,
+) -> None:
+    """Write a DataFrame to a table, in one transaction.
+
+    `store`: one that this process owns, or the options by which sources reach it. `mode`: Spark's `errorifexists`, `ignore`,
+    `append` or `overwrite`. `create`: make a database or a table that is not there. `options`: others of writing, like `key`.
+    """
+    if mode.lower() not in MODES:
+        raise InvalidInput(f"Spark's save modes are {', '.join(MODES)}", mode=mode)
+    spark_mode, exists = MODES[mode.lower()]
+    attach(frame.sparkSession)
+    given = {"database": database, "table": table, "exists": exists, "create": "database" if create else "false"}
+    reached = store if isinstance(store, Mapping) else options_of(store)
+    frame.write.format("quire.sqlite").mode(spark_mode).options(**reached, **{**given, **options}).save()

@@ -1,0 +1,57 @@
+"""Streaming queries whose batches are files, for the tests of sinks: each file is one batch, and batches can be repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from tests.spark.sourced import Owned
+
+
+@dataclass
+class FileQuery:
+    """A query that reads JSON files, one in each batch, and writes to a sink of quire's."""
+
+    owner: Owned
+    base: Path
+    schema: str
+    sink: str = "quire.sqlite"
+    options: dict[str, str] = field(default_factory=dict)
+    checkpoint: str = "checkpoint"
+    mode: str = "append"
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.owner.spark
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """A file with rows: the next batch."""
+        directory = self.base / "in"
+        directory.mkdir(exist_ok=True)
+        number = len(list(directory.iterdir()))
+        file = directory / f"{number:04}.json"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(file, (1_700_000_000 + number,) * 2)  # Spark takes the oldest first
+
+    def run(self) -> None:
+        """Write all files that are new to the checkpoint."""
+        frame = self.spark.readStream.schema(self.schema).option("maxFilesPerTrigger", 1).json(str(self.base / "in"))
+        if self.mode == "complete":
+            frame = frame.groupBy("id").count()
+        writer = frame.writeStream.format(self.sink).options(**self.owner.options, **self.options)
+        at = str(self.base / self.checkpoint)
+        query = writer.outputMode(self.mode).option("checkpointLocation", at).trigger(availableNow=True).start()
+        query.awaitTermination()
+
+    def forget_commit(self) -> None:
+        """Have Spark forget its last batch, as if the driver had been killed right after the sink's commit."""
+        commits = self.base / self.checkpoint / "commits"
+        last = max(int(path.name) for path in commits.iterdir() if path.name.isdecimal())
+        (commits / str(last)).unlink()
+        (commits / f".{last}.crc").unlink()
