@@ -246,6 +246,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often the dashboard remembers how many segments are in which state."""
     sql_threads: int = 16
     """Threads that run SQL of other programs; none of them ever waits for a lock."""
+    sql_database_threads: int = 12
+    """How many of them at most work for one database at a time; never all, if there are several."""
     sql_streams_max: int = 512
     """Streams of SQL at once, each with a connection of its own …"""
     sql_database_streams_max: int = 256
@@ -294,6 +296,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "service.sql_heap_bytes is at least 16 MiB, or 0",
         )
         _require(1 <= self.sql_threads <= 256, "service.sql_threads lies in [1, 256]")
+        _require(self.sql_database_threads >= 1, "service.sql_database_threads is at least 1")
         _require(
             1 <= self.sql_database_streams_max <= self.sql_streams_max,
             "service.sql_database_streams_max lies in [1, sql_streams_max]",

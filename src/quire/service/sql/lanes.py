@@ -116,7 +116,7 @@ class WriterLane:
         while done < len(group):
             is_over = wait is not None and not await wait.pause()
             try:
-                count = await self._threads.call(partial(self._run_group, group[done:], is_over))
+                count = await self._queue.call(self._threads, partial(self._run_group, group[done:], is_over))
             except BaseException as error:  # no connection: nothing of these was run
                 for job in group[done:]:
                     job.error = error

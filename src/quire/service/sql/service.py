@@ -63,6 +63,7 @@ class SqlService:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._threads = SqlThreads(settings.sql_threads)
+        self._database_threads = max(min(settings.sql_database_threads, settings.sql_threads - 1), 1)
         limits = AnswerLimits(rows_max=settings.sql_answer_rows_max, bytes_max=settings.sql_answer_bytes_max)
         self.pool = ConnectionPool(
             store,
@@ -171,7 +172,7 @@ class SqlService:
         step: Callable[..., tuple[bool, bytes | None]] = advance
         try:
             while True:
-                is_done, lines = await self._threads.call(partial(step, work))
+                is_done, lines = await queue.call(self._threads, partial(step, work))
                 if is_done:
                     return
                 step = advance
@@ -196,7 +197,7 @@ class SqlService:
         """Who waits for the lock of a database."""
         queue = self._queues.get(name)
         if queue is None:
-            queue = self._queues[name] = LockQueue()
+            queue = self._queues[name] = LockQueue(self._database_threads)
         return queue
 
     async def _close_connection(self, stream: SqlStream) -> None:

@@ -7,7 +7,9 @@ Terms
 Rules
   1. A thread only works: what must wait for a lock leaves it, and comes back when the lock may be free (W1).
   2. A job that was begun is waited for, even if whoever asked is cancelled: nobody may touch its connection before.
-  3. The threads are no threads of quire's in the sense of `core/barrier.py`: they acknowledge commits, and wait for the
+  3. One database never has all threads (`service.sql_database_threads`): some SQL cannot be interrupted (`instr` on megabytes),
+     and whoever sends it keeps only users of the same database waiting.
+  4. The threads are no threads of quire's in the sense of `core/barrier.py`: they acknowledge commits, and wait for the
      archive where a call must.
 
 Threads: `SqlThreads` belongs to one event loop; `close` is called in it.
@@ -119,12 +121,19 @@ class SqlThreads:
 
 
 class LockQueue:
-    """Who waits for the write lock of a database, from this event loop."""
+    """Who waits for the write lock of a database, from this event loop; and its share of the threads."""
 
-    __slots__ = ("__weakref__", "_waiting")
+    __slots__ = ("__weakref__", "_places", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, threads_max: int) -> None:
+        """Of the threads at most `threads_max` work for this database at a time (rule 3)."""
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._places = asyncio.Semaphore(threads_max)
+
+    async def call(self, threads: SqlThreads, function: Callable[[], T]) -> T:
+        """Run SQL of this database in a thread."""
+        async with self._places:
+            return await threads.call(function)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -181,7 +190,7 @@ async def drive(threads: SqlThreads, work: Work[T], queue: LockQueue, wait_secon
     wait: LockWait | None = None
     step: Callable[[Work[T]], tuple[bool, Any]] = advance
     while True:
-        is_done, value = await threads.call(partial(step, work))
+        is_done, value = await queue.call(threads, partial(step, work))
         if is_done:
             result: T = value
             return result
