@@ -41,7 +41,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import BinaryType, StringType, StructType
 
 from quire.core.clock import SystemClock
-from quire.core.errors import CursorLost, OutOfRange
+from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
 from quire.core.moments import parse_moment
 from quire.core.timeline import Gaps, settled
