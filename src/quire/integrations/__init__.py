@@ -1,4 +1,5 @@
-"""Where other tools meet a store: SQLAlchemy, aiosqlite, pytest. Found by entry points; `aio` is for programs."""
+"""Where other tools meet a store: SQLAlchemy, aiosqlite, pytest, Datasette, sqlite-utils, fsspec. They are found by
+entry points; `aio` is for programs."""
 
 from typing import TYPE_CHECKING
 

@@ -54,6 +54,18 @@ def acquire(path: str, mode: Mode, opener: Opener, *, create: bool) -> tuple[Sto
     return entry.store, lambda: _release(key, entry)
 
 
+def acquire_for_reading(path: str, opener: Opener) -> tuple[Store, Callable[[], None]]:
+    """The same for who only reads: the store as this process has it open, else beside whoever owns it, or will."""
+    with _lock:
+        mode: Mode = "rw" if _is_open((os.path.realpath(path), "rw")) else "r"
+        return acquire(path, mode, opener, create=False)
+
+
+def _is_open(key: _Key) -> bool:
+    entry, own = _shared.get(key), _opened.get(key)
+    return (entry is not None and entry.store.is_open) or (own is not None and own.is_open)
+
+
 def _release(key: _Key, entry: _Shared) -> None:
     with _lock:
         entry.users -= 1

@@ -19,7 +19,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ from quire.sqlite import memory
 from quire.sqlite.pep249.driver import Driver, LocalDriver
 from quire.sqlite.pep249.errors import error_of
 from quire.store.opening import open as open_store
-from quire.store.shared import acquire
+from quire.store.shared import acquire, acquire_for_reading
 from quire.store.store import Mode, Store
 
 SCHEME = "quire:"
@@ -148,6 +148,11 @@ def shared_store(root: str) -> Iterator[Store]:
         yield store
     finally:
         release()
+
+
+def open_for_reading(root: str) -> tuple[Store, Callable[[], None]]:
+    """A store that is only read, and what to call when it is no longer needed. Another process may own it meanwhile."""
+    return acquire_for_reading(root, _open_store)
 
 
 def hold_store(root: str) -> None:

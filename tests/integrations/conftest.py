@@ -1,0 +1,26 @@
+"""A store with a database and a snapshot of it, for the tools that show both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.sqlite import dbapi
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """The path of a store: `shop` has two orders, and had one on `monday`. Nobody owns it."""
+    root = tmp_path / "store"
+    with quire.open(root) as store:
+        connection = dbapi.connect(root / "shop")
+        connection.execute("create table orders(id integer primary key, item text)")
+        connection.execute("insert into orders(item) values ('tea')")
+        connection.commit()
+        store.snapshot("shop", "monday")
+        connection.execute("insert into orders(item) values ('milk')")
+        connection.commit()
+        connection.close()
+    return root
