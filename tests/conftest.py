@@ -1,14 +1,18 @@
-"""Settings for the whole test run, and the one Spark session that tests share: starting a JVM takes ten seconds and more."""
+"""Settings for the whole test run: where its files are, and the one Spark session that tests share, because starting a JVM
+takes ten seconds and more."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -24,6 +28,25 @@ settings.register_profile(
     "torture", settings.get_profile("default"), max_examples=2_000, stateful_step_count=100, print_blob=True
 )
 settings.load_profile(os.environ.get("QUIRE_HYPOTHESIS_PROFILE", "default"))
+
+
+MEMORY = "/dev/shm"
+ROOM = 4 << 30
+"""Bytes that must be free there, so that tests never run into a limit of the machine."""
+
+
+def _work_in_memory() -> None:
+    """Put the files of tests into memory, unless TMPDIR says where they belong. On a disk most of a run is waiting for syncs,
+    of which no test can tell whether they did anything: lost writes are tested with a disk that loses them (`quire.testing`)."""
+    if "TMPDIR" in os.environ or not os.path.isdir(MEMORY):
+        return
+    if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= ROOM:
+        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same.
+        os.environ["TMPDIR"] = MEMORY
+        tempfile.tempdir = None
+
+
+_work_in_memory()
 
 
 @pytest.fixture(scope="session", autouse=True)

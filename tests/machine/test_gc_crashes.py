@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 from quire.objects.open import open_store
 from tests.machine import promises
 from tests.machine.gc_child import POINTS, Doing, Done, Life, Writing
-from tests.machine.test_snapshot_gc import directory
 from tests.machine.world import Place, World
 from tests.nursery import Nursery
 
@@ -36,7 +36,7 @@ class Lives:
 
     def __init__(self, nursery: Nursery) -> None:
         self.nursery = nursery
-        self.directory = directory()
+        self.directory = tempfile.mkdtemp()
         self.path = os.path.join(self.directory, "store")
         self.number = 0
         self.debris: set[Place] = set()

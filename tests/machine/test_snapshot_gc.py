@@ -25,13 +25,6 @@ from tests.machine.world import World
 
 RANDOMS = st.randoms(use_true_random=False)
 EXAMPLES = settings.get_profile(settings.get_current_profile_name()).max_examples
-SHARED_MEMORY = "/dev/shm"
-"""Where there is one: these tests look for lost references, not for lost syncs."""
-
-
-def directory() -> str:
-    """A place for a store."""
-    return tempfile.mkdtemp(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None)
 
 
 class SnapshotMachine(RuleBasedStateMachine):
@@ -41,7 +34,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = directory()
+        self.directory = tempfile.mkdtemp()
         self.world: World | None = None
 
     @initialize(data=st.data(), remote=st.booleans(), rng=RANDOMS)

@@ -25,7 +25,6 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
 
@@ -64,8 +63,6 @@ class CrashModel:
         self.sound = True
         self._nursery, self._settings, self._plant, self._deadly = nursery, settings, plant, deadly
         self._directory = tempfile.mkdtemp()
-        # The twin and the replica need no disk: nobody kills them.
-        self._memory = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.path = os.path.join(self._directory, "manifest.lmdb")
         self._child: Child | None = None
         self._opened = False
@@ -82,7 +79,7 @@ class CrashModel:
         self._handed_out: dict[str, int] = {}
         self._keyed: dict[bytes, tuple[Op, ...]] = {}
         self._twin = self._new_twin()
-        self._replica = ManifestEnv(os.path.join(self._memory, "replica.lmdb"), ManifestSettings(), write=True)
+        self._replica = ManifestEnv(os.path.join(self._directory, "replica.lmdb"), ManifestSettings(), write=True)
         migrate(self._replica, ManualClock())
         self.home = 0
 
@@ -96,7 +93,7 @@ class CrashModel:
 
     def _new_twin(self) -> ManifestStore:
         clock = ManualClock(EPOCH_MS + 1000 * self._life)
-        return ManifestStore.open(os.path.join(self._memory, "twin.lmdb"), settings=self._settings, clock=clock)
+        return ManifestStore.open(os.path.join(self._directory, "twin.lmdb"), settings=self._settings, clock=clock)
 
     # ── the owner's life ──────────────────────────────────────────────────────────────────────────────────────────────
     def _spawn(self) -> Child:
@@ -423,4 +420,3 @@ class CrashModel:
             self._twin.close()
             self._replica.close()
             shutil.rmtree(self._directory)
-            shutil.rmtree(self._memory)

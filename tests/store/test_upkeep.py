@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,14 +38,6 @@ PERIODS: dict[str, Callable[[int], int]] = {
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock(START)
-
-
-@pytest.fixture
-def home() -> Iterator[str]:
-    """A directory in memory if there is such a thing: a month has three thousand commits."""
-    made = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    yield os.path.join(made, "store")
-    shutil.rmtree(made)
 
 
 @dataclass
@@ -103,9 +92,10 @@ class Shop:
         return {info.key for info in list_objects(self.store.objects)}
 
 
-def test_after_a_month_exactly_the_right_snapshots_and_objects_are_there(home: str, clock: ManualClock) -> None:
+def test_after_a_month_exactly_the_right_snapshots_and_objects_are_there(tmp_path: Path, clock: ManualClock) -> None:
     """Around a New Year, with a restart, and with an owner that was away for two days."""
     loaded = set(sys.modules)
+    home = str(tmp_path / "store")
     store = quire.open(home, settings=QUIET, clock=clock)
     store.create("shop", "pages")
     shop = Shop(store, clock)
