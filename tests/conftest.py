@@ -37,7 +37,7 @@ ROOM = 4 << 30
 
 def _work_in_memory() -> None:
     """Put the files of tests into memory, unless TMPDIR says where they belong. On a disk most of a run is waiting for syncs,
-    of which no test can tell whether they did anything: lost writes are tested with a disk that loses them (`quire.testing`)."""
+    of which no test can tell whether they did anything: lost writes are tested on a disk that loses them (`quire.testing`)."""
     if "TMPDIR" in os.environ or not os.path.isdir(MEMORY):
         return
     if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= ROOM:

@@ -85,8 +85,9 @@ def write(store: Store, value: int) -> None:
     """Every page of the database has this value, in chunks of its own."""
     connection = store.sqlite("shop", create=True)
     connection.execute("create table if not exists t(a, b)")
-    connection.execute("delete from t")
-    connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(500)))
+    with connection:
+        connection.execute("delete from t")
+        connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(500)))
     connection.close()
     store.heavy.checkpoint_all()
     store.heavy.merge_all()

@@ -35,8 +35,9 @@ class Bucket:
             for value in (1, 2):
                 connection = store.sqlite("shop", create=True)
                 connection.execute("create table if not exists t(a, b)")
-                connection.execute("delete from t")
-                connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(300)))
+                with connection:
+                    connection.execute("delete from t")
+                    connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(300)))
                 connection.close()
                 store.heavy.checkpoint_all()
             kv = store.kv("cart", create=True)

@@ -165,7 +165,8 @@ def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tm
     with quire.open(tmp_path / "store", settings=QUIET) as store:
         with closing(store.sqlite("shop", create=True)) as connection:
             connection.execute("CREATE TABLE t(a)")
-            connection.executemany("INSERT INTO t VALUES (?)", [(f"{number:0100}",) for number in range(20_000)])
+            with connection:
+                connection.executemany("INSERT INTO t VALUES (?)", [(f"{number:0100}",) for number in range(20_000)])
             store.checkpoint("shop")
             connection.execute("UPDATE t SET a = 'new' WHERE rowid % 1000 = 0")
         store.snapshot("shop", "monday")

@@ -59,7 +59,8 @@ def fill(store: Store) -> None:
     """Something of everything."""
     connection = store.sqlite("shop", create=True)
     connection.execute("create table items (id, name)")
-    connection.executemany("insert into items values (?, ?)", [(n, "x" * 200) for n in range(200)])
+    with connection:
+        connection.executemany("insert into items values (?, ?)", [(n, "x" * 200) for n in range(200)])
     store.snapshot("shop", "monday")
     store.checkpoint("shop", runner="threads")
     connection.executemany("insert into items values (?, ?)", [(n, "y" * 200) for n in range(20)])
