@@ -9,8 +9,10 @@
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS build
+# For the C part of the VFS; without them the wheel is a pure one.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libsqlite3-dev
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY src ./src
 RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
     pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .

@@ -18,7 +18,7 @@ from quire.testing.clock import ManualClock
 from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
 ROWS = [
-    "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "quarantine", "manifest",
+    "quire", "python", "platform", "lmdb", "sqlite", "java", "spark", "disk", "store", "owner", "quarantine", "manifest",
     "verification", "jobs", "readers", "map", "clock", "session", "archive", "objects",
 ]  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_no_probe_can_end_it(run: Run, monkeypatch: pytest.MonkeyPatch, probe: s
 
     monkeypatch.setattr(f"quire.cli.doctor.{probe}", fail)
     failed = [name for name, each in rows(run).items() if each["state"] == "fail" and "odd" in each["detail"]]
-    assert failed == {"_version": ["quire", "lmdb"], "_rules": ["manifest"]}.get(probe, [probe[1:]])
+    assert failed == {"_version": ["quire", "lmdb", "sqlite"], "_rules": ["manifest"]}.get(probe, [probe[1:]])
 
 
 def test_java_and_spark_are_optional(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,37 +29,82 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 
 # ── the wheel ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def built_wheel(out: Path, **variables: str) -> Path:
+    """Built as `pip install .` builds it, with the build backend that is installed."""
+    pip(variables, "wheel", str(ROOT), "-w", str(out))
+    (made,) = out.iterdir()
+    return made
+
+
+def pip(variables: dict[str, str], *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "--no-deps", "--no-build-isolation", "-q"]
+    ended = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `pip install .` builds it, with the build backend that is installed."""
-    out = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        str(ROOT),
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(out),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    (made,) = out.iterdir()
-    assert made.name == f"quire-{PROJECT['project']['version']}-py3-none-any.whl"
-    return made
+    """Of a machine without a compiler."""
+    return built_wheel(tmp_path_factory.mktemp("wheel"), CC="/no/such/compiler")
+
+
+def test_without_a_compiler_the_wheel_is_a_pure_one(wheel: Path) -> None:
+    assert wheel.name == f"quire-{PROJECT['project']['version']}-py3-none-any.whl"
 
 
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     ours = {file.relative_to(SRC).as_posix() for file in (SRC / "quire").rglob("*") if file.is_file()}
-    ours = {name for name in ours if "__pycache__" not in name}
+    ours = {name for name in ours if "__pycache__" not in name and not name.endswith(".so")}
     packed = set(zipfile.ZipFile(wheel).namelist())
     info = f"quire-{PROJECT['project']['version']}.dist-info"
     assert {name for name in packed if not name.startswith(info)} == ours
     assert "quire/py.typed" in packed
     assert f"{info}/licenses/LICENSE" in packed
+
+
+compiler = pytest.mark.skipif(
+    shutil.which("cc") is None or not Path("/usr/include/sqlite3ext.h").exists(),
+    reason="no C compiler, or no sqlite3ext.h",
+)
+
+
+def shim_of(site: Path) -> str:
+    """What `quire doctor` says of an installed quire."""
+    environment = {name: value for name, value in os.environ.items() if name != "QUIRE_PURE"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "quire", "doctor", "--json"],
+        cwd=site,
+        env=environment | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return str(next(row["detail"] for row in json.loads(ended.stdout) if row["check"] == "sqlite"))
+
+
+@pytest.mark.slow
+@compiler
+def test_with_a_compiler_the_wheel_has_the_c_part_and_uses_it(tmp_path: Path) -> None:
+    made = built_wheel(tmp_path / "wheel", QUIRE_PURE="0")
+    assert re.fullmatch(r"quire-[\d.]+-py3-none-linux_\w+\.whl", made.name)
+    zipfile.ZipFile(made).extractall(tmp_path / "site")
+    assert shim_of(tmp_path / "site").endswith("answered in C")
+
+
+@pytest.mark.slow
+@compiler
+def test_an_editable_install_builds_the_c_part_or_does_without(tmp_path: Path) -> None:
+    for name in (
+        "pyproject.toml",
+        "hatch_build.py",
+        PROJECT["project"]["readme"],
+        *PROJECT["project"]["license-files"],
+    ):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(SRC, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for variables, detail in (({"CC": "cc", "QUIRE_PURE": ""}, "in C"), ({"CC": "/no/such/compiler"}, "not built")):
+        pip(variables, "install", "-e", str(tmp_path), "--ignore-installed", "--prefix", str(tmp_path / "prefix"))
+        assert detail in shim_of(tmp_path / "src")
 
 
 def test_the_wheel_says_what_the_project_says(wheel: Path) -> None:

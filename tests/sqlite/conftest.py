@@ -11,6 +11,7 @@ import pytest
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.manifest.records import DbKind
+from quire.sqlite.vfs_shim import SWITCH
 from quire.store.store import Store
 
 SETTINGS = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
@@ -38,6 +39,12 @@ def root(tmp_path: Path) -> Iterator[Path]:
     if path.exists():
         with quire.open(path, settings=SETTINGS) as store:
             assert_sound(store)
+
+
+@pytest.fixture
+def pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python answers SQLite, also where there is a shim."""
+    monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture

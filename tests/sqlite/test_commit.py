@@ -293,6 +293,7 @@ def test_a_failed_commit_of_one_of_two_databases_leaves_the_other_committed(
     assert (count(connect()), count(connect("other"), "u")) == (0, 0)
 
 
+@pytest.mark.usefixtures("pure")  # else no sync reaches Python
 def test_a_database_that_fails_before_the_commit_takes_the_others_back_with_it(
     shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

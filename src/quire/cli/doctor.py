@@ -49,6 +49,7 @@ from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
 from quire.service.sockets import find_owner
 from quire.spark.java import find_java
+from quire.sqlite.vfs_shim import shim_state
 from quire.store.info import archive_beside
 from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
 from quire.store.object_location import NOT_NEEDED, is_inside, open_place, place_of, state_beside
@@ -175,6 +176,7 @@ def _machine(java: Callable[[], CheckResult]) -> Iterator[CheckResult]:
     yield CheckResult("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield CheckResult("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
     yield _probed("lmdb", lambda: CheckResult("lmdb", "ok", _version("lmdb")))
+    yield _probed("sqlite", _sqlite)
     yield java()
     yield _probed("spark", _spark)
 
@@ -183,6 +185,13 @@ def _version(package: str) -> str:
     if (installed := installed_version(package)) is None:
         raise ModuleNotFoundError(f"{package} is not installed")
     return installed
+
+
+def _sqlite() -> CheckResult:
+    """Which of the two ways answers SQLite: both are right, one is slower."""
+    shim = shim_state()
+    way = "small reads are answered in C" if shim.is_used else f"small reads are answered in Python: {shim.reason}"
+    return CheckResult("sqlite", "ok", f"{_version('apsw')} (apsw), {way}", shim.remedy)
 
 
 def _java() -> CheckResult:

@@ -25,6 +25,7 @@ Threads: `append` by whoever holds the database's write lock; `sync`, `publish`,
 from __future__ import annotations
 
 import threading
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -124,6 +125,8 @@ class Wal:
         self.opened_at = clock.monotonic()
         """When the open segment was made, for the seal timer."""
         self.written = start.durable
+        self.newest_lsn = array("q", [start.durable.lsn])
+        """The lsn of `written`, for readers that cannot wait for the interpreter; -1 from the moment the log has failed."""
         self.recent: dict[int, Version] = {}
         self.appended_bytes = 0
         """Since the database was opened."""
@@ -244,6 +247,7 @@ class Wal:
             publication.pieces.append(UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark))
             self.appended_bytes += written_bytes
         self.written = mark
+        self.newest_lsn[0] = mark.lsn
         return mark
 
     def _know_heads(self, pages: list[int], size_before: int) -> None:
@@ -386,6 +390,7 @@ class Wal:
         """Take nothing more and close the files; what is not durable is left to recovery."""
         if self.failure is None:
             self.failure = why
+        self.newest_lsn[0] = -1
         self._publication.stop()
         with self._append:
             self._lanes.drain()
@@ -400,6 +405,7 @@ class Wal:
     def forked(self) -> None:
         """In the child of a fork(): the files are the parent's, and nobody holds the locks (M12)."""
         self.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
+        self.newest_lsn[0] = -1
         self._append = threading.Lock()
         self._lanes.forked()
         self._publication.forked()
@@ -414,6 +420,7 @@ class Wal:
         if self.failure is None:
             hint = "fix the cause, then reopen the database"
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)
+            self.newest_lsn[0] = -1
             emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
 
 

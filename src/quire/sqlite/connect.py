@@ -43,6 +43,7 @@ from quire.sqlite.files import PageReader, ReadOnlyFile
 from quire.sqlite.live import LiveFile
 from quire.sqlite.rollback import roll_back
 from quire.sqlite.vfs import QuireVfs, VfsFile
+from quire.sqlite.vfs_shim import shim_state
 
 KEEPER_SECONDS = 1.0
 RENEW_ROUNDS = 5
@@ -92,7 +93,8 @@ class SqliteDatabases:
         self._read_only = read_only
         self._attach_creates = attach_creates
         self._pid = os.getpid()
-        self._vfs = QuireVfs("quire", self._open_file)
+        self._shim = None if read_only else shim_state().library
+        self._vfs = QuireVfs("quire", self._open_file, self._shim)
         self._stopping = threading.Event()
         # each thread's own: what it has opened last
         self._opened = threading.local()
@@ -211,7 +213,7 @@ class SqliteDatabases:
             return self._kept(self._published(self._find(name))), True
         create = create and not getattr(self._opened, "main", False)
         database = self._database(self._made(name) if create else self._find(name))
-        file = LiveFile(database, self._vfs)
+        file = LiveFile(database, self._vfs, self._shim)
         self._opened.file = weakref.ref(file)
         return self._kept(file), False
 

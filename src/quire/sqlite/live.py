@@ -14,6 +14,10 @@ the commit waits for the disk; below, the engine syncs it within a second (Q2).
 Readers see what is written. A transaction never becomes durable before one that it has read from: the log has one order. After
 its commit a connection that still reads (a cursor is open) reads exactly the version that it committed: its pin moves there.
 
+With the shim (`vfs_shim.py`) a version is *parked* when it is given back: the shim begins and ends the next read transactions
+on it by itself while it is the newest, and calls `xLock` only when SQLite wants more than its own cache has. Then the version
+is taken as it stands, for SQLite has begun to read it. The pin is in `_idle` all that time.
+
 Threads: one at a time, as SQLite's connections; `renew` and `release_idle` are called by the keeper's.
 """
 
@@ -32,6 +36,7 @@ from quire.sqlite import pragmas
 from quire.sqlite.databases import KEPT_BYTES, ReadPin, SharedDatabase, Sleeper
 from quire.sqlite.files import SHARED, STAMP, DatabaseFile, no_pages
 from quire.sqlite.vfs import apsw_error, commit_error, sqlite_error
+from quire.sqlite.vfs_shim import FCNTL_CELL, OLD, READING, Cell, ShimLibrary
 
 if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore
@@ -48,11 +53,12 @@ PHASE_TWO = apsw.SQLITE_FCNTL_COMMIT_PHASETWO
 class LiveFile(DatabaseFile[ReadPin]):
     """The live mode. Made by the opener of a store."""
 
-    def __init__(self, database: SharedDatabase, vfs: QuireVfs) -> None:
+    def __init__(self, database: SharedDatabase, vfs: QuireVfs, shim: ShimLibrary | None = None) -> None:
         super().__init__()
         # constant after construction
         self._database = database
         self._vfs = vfs
+        self._cell = Cell(shim) if shim is not None else None
         self._sleeper = Sleeper(database.turn)
         # the connection's
         self._store: PageStore | None = None
@@ -86,17 +92,25 @@ class LiveFile(DatabaseFile[ReadPin]):
         """Climb down; what was not committed is dropped."""
         if self._level >= RESERVED:
             self._drop()
-        if not level:
-            self._level = 0
-            self._put_pin()
-        else:
+        if level:
             self._level = level
+            return
+        self._level = 0
+        if self._pin is not None:
+            self._put_pin()
+        elif self._cell is not None and self._cell.state in (READING, OLD):
+            # The keeper has seen a transaction that was the shim's alone, and wants its version closed.
+            self._cell.take_over()
+            self.release_idle()
 
     def xCheckReservedLock(self) -> bool:
         """Whether somebody writes."""
         return self._database.turn.is_taken
 
     def _take_pin(self) -> None:
+        if self._cell is not None and self._cell.state in (READING, OLD):
+            self._take_over(self._cell)
+            return
         store = self._store
         if store is None or store.wal.failure is not None:
             store = self._adopt()
@@ -115,6 +129,16 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._pin = pin
         self._read = pin.read_page
 
+    def _take_over(self, cell: Cell) -> None:
+        """The shim has begun to read the parked version."""
+        pin = self._idle[-1]
+        pin.is_old = cell.state == OLD
+        cell.take_over()
+        if self._database.closed is not None:
+            raise self._database.closed
+        self._pin, self._read = pin, pin.read_page
+        self._idle.pop()
+
     def _put_pin(self) -> None:
         pin = self._pin
         if pin is None:
@@ -122,8 +146,13 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._pin, self._read = None, no_pages
         if pin.is_old or pin.is_set_aside:
             pin.close()
-        else:
-            self._idle.append(pin)
+            return
+        self._idle.append(pin)
+        lsn, stamp = self._seen
+        if self._cell is not None and stamp and lsn == pin.lsn:
+            self._cell.park(lsn, pin.size_pages * self._page_size, stamp)
+            if not self._idle:  # the keeper was quicker
+                self._cell.unpark()
 
     def _adopt(self) -> PageStore | None:
         """The opened database: at first, after its birth, or after it was opened anew; none while it is unborn."""
@@ -135,6 +164,8 @@ class LiveFile(DatabaseFile[ReadPin]):
 
     def _settle(self, store: PageStore) -> None:
         self._store, self._page_size = store, store.page_size
+        if self._cell is not None:
+            self._cell.follow(store.wal.newest_lsn)
         self._overlay_max = max(KEPT_BYTES // store.page_size, 1)
 
     def _reserve(self) -> None:
@@ -311,6 +342,9 @@ class LiveFile(DatabaseFile[ReadPin]):
         if operation == PHASE_TWO:
             self._commit()
             return True
+        if operation == FCNTL_CELL and self._cell is not None:
+            self._cell.answer(pointer)
+            return True
         return super().xFileControl(operation, pointer)
 
     def _pragma_set(self, name: str, value: str) -> None:
@@ -329,6 +363,8 @@ class LiveFile(DatabaseFile[ReadPin]):
 
     def xClose(self) -> None:
         """Give everything back."""
+        if self._cell is not None:
+            self._cell.take_over()
         self._drop()
         self._put_pin()
         self.release_idle()
@@ -336,17 +372,24 @@ class LiveFile(DatabaseFile[ReadPin]):
     # ── for the keeper ────────────────────────────────────────────────────────────────────────────────────────────────
     def renew(self) -> None:
         """A read transaction is under way: its lease lives on."""
-        pin = self._pin
-        if pin is not None and pin.is_open:
-            with suppress(QuireError):  # it was given back just now
-                pin.renew()
+        for pin in (self._pin, *self._idle):  # what the shim reads is among the idle ones
+            if pin is not None and pin.is_open:
+                with suppress(QuireError):  # it was given back just now
+                    pin.renew()
 
     def release_idle(self) -> None:
         """Close pins that nobody reads. The one in use is marked, and closed when its transaction ends."""
         pin = self._pin
         if pin is not None:
             pin.is_old = True
-        super().release_idle()
+        cell = self._cell
+        if cell is None:
+            super().release_idle()
+        elif cell.claim():
+            try:
+                super().release_idle()
+            finally:
+                cell.release()
 
 
 def _unknown() -> None:

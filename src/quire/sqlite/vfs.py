@@ -8,6 +8,8 @@ temporary: both are the default VFS's, so `ATTACH '/path/file.db'`, `VACUUM INTO
     >>> type(error).__name__, error.extendedresult, str(error)
     ('FullError', 13, 'no space left; make room')
 
+With a *shim* (`vfs_shim.py`) SQLite meets that under our name, and the shim calls us; it answers for names as we do.
+
 Threads: any. Executor-safe.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -36,6 +39,7 @@ from apsw import (
 
 from quire.core import errors as e
 from quire.core.errors import QuireError
+from quire.sqlite.vfs_shim import ShimLibrary
 
 CODES: dict[type[e.QuireError], int] = {
     e.QuotaExceeded: SQLITE_FULL,
@@ -110,13 +114,20 @@ Opener = Callable[[str, Mapping[str, str], bool], tuple[VfsFile, bool]]
 class QuireVfs(apsw.VFS):
     """It is registered for as long as somebody holds it."""
 
-    def __init__(self, prefix: str, opener: Opener) -> None:
+    def __init__(self, prefix: str, opener: Opener, shim: ShimLibrary | None = None) -> None:
         # constant after construction
         self.name = f"{prefix}-{next(_numbers)}"
         self._opener = opener
         # each thread's own
         self.refused = threading.local()
-        super().__init__(self.name, base="", maxpathname=NAME_BYTES_MAX)
+        under = self.name if shim is None else f"{self.name}-python"
+        super().__init__(under, base="", maxpathname=NAME_BYTES_MAX)
+        if shim is not None:
+            registered = shim.register(under.encode(), self.name.encode())
+            if not registered:
+                raise MemoryError("the VFS cannot be registered")
+            # A connection holds a VFS of apsw's, but it does not know that this one is behind the shim: its files hold it.
+            weakref.finalize(self, shim.unregister, registered)
 
     def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> apsw.VFSFile:
         """Open a database, or a file of the default VFS."""

@@ -1,0 +1,64 @@
+"""Builds the C part of the VFS (`src/quire/sqlite/vfs_shim.c`) into what is installed, where that is possible.
+
+It needs a C compiler (`CC`, or `cc`) and SQLite's header `sqlite3ext.h`. Without them, or with `QUIRE_PURE=1`, the wheel is the
+pure one; `quire doctor` says which was built. Nothing here makes an install fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = "src/quire/sqlite/vfs_shim.c"
+LIBRARY = "libquirevfs.so"
+COMPILER_SECONDS = 120
+
+
+class ShimHook(BuildHookInterface):
+    """Called by hatchling for each wheel, and for an editable install, which is a wheel to it."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build the library, and put it into the wheel; of an editable install, beside its source."""
+        source = Path(self.root, SOURCE)
+        if version == "editable":
+            target = source.with_name(LIBRARY)
+            target.unlink(missing_ok=True)  # of another version, or of another machine
+            self._build(source, target)
+            return
+        self._scratch = tempfile.TemporaryDirectory(prefix="quire-build-")
+        target = Path(self._scratch.name, LIBRARY)
+        if self._build(source, target):
+            build_data["force_include"][str(target)] = f"quire/sqlite/{LIBRARY}"
+            build_data["pure_python"] = False
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["tag"] = f"py3-none-{platform}"  # it knows nothing of Python
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove what was built."""
+        if version != "editable":
+            self._scratch.cleanup()
+
+    def _build(self, source: Path, target: Path) -> bool:
+        if os.environ.get("QUIRE_PURE", "") not in ("", "0"):
+            return False
+        compiler = shlex.split(os.environ.get("CC") or "cc")
+        command = [*compiler, "-O2", "-fPIC", "-shared", "-o", str(target), str(source)]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_SECONDS)
+            failure = ended.stderr if ended.returncode else ""
+        except (OSError, subprocess.SubprocessError) as error:
+            failure = str(error)
+        if failure or not target.exists():
+            target.unlink(missing_ok=True)
+            self.app.display_warning(
+                f"quire is installed without its C part, which makes reads faster: {failure.strip()[:500]}"
+            )
+            return False
+        return True

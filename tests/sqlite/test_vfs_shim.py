@@ -1,0 +1,285 @@
+"""The C part of the VFS: what it answers is what Python would have answered, and it is left alone where it cannot be had."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import apsw
+import pytest
+
+import quire
+from quire.sqlite import connect as connect_module
+from quire.sqlite import vfs_shim
+from quire.sqlite.live import LiveFile
+from quire.sqlite.vfs_shim import LIBRARY, OLD, PARKED, PLAIN, READING, SWITCH, shim_state
+from quire.store.store import Store
+from tests.sqlite.conftest import SETTINGS, Connect, count
+from tests.sqlite.followed import Obedient, follower
+
+built = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler, or no sqlite3ext.h, where quire was installed")
+
+
+@pytest.fixture(params=["python", pytest.param("shim", marks=built)])
+def store(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv(SWITCH, "1" if request.param == "python" else "0")
+    with quire.open(root, settings=SETTINGS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Python was called for."""
+    monkeypatch.setenv(SWITCH, "0")
+    made: list[str] = []
+    for name in ("xLock", "xUnlock", "xRead", "xFileSize", "xFileControl"):
+        _record(monkeypatch, name, made)
+    return made
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, name: str, made: list[str]) -> None:
+    plain = getattr(LiveFile, name)
+
+    def recorded(file: LiveFile, *arguments: int) -> object:
+        made.append(name)
+        return plain(file, *arguments)
+
+    monkeypatch.setattr(LiveFile, name, recorded)
+
+
+def live_file(connection: apsw.Connection) -> LiveFile:
+    return connect_module._live_files[connection]
+
+
+def state(connection: apsw.Connection) -> int:
+    cell = live_file(connection)._cell
+    assert cell is not None
+    return cell.state
+
+
+# ── both ways ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_commit_of_another_connection_is_seen_by_the_next_statement(shop: apsw.Connection, connect: Connect) -> None:
+    reader = connect()
+    for number in range(100, 150):
+        assert count(reader) == count(reader)
+        shop.execute("insert into t values (?, 'x')", (number,))
+        assert count(reader) == number - 89
+
+
+def test_what_is_written_past_sqlite_is_seen_by_the_next_statement(store: Store, shop: apsw.Connection) -> None:
+    """The header's version for users, written without its change counter."""
+    for number in range(1, 20):
+        with store.pages.open("shop").begin() as txn:
+            header = txn.read_page(0)
+            txn.write_page(0, header[:60] + number.to_bytes(4, "big") + header[64:])
+        assert shop.pragma("user_version") == number
+        assert shop.pragma("user_version") == number
+
+
+def test_what_a_follower_copies_is_seen_by_the_next_statement(store: Store, tmp_path: Path, connect: Connect) -> None:
+    with Obedient(tmp_path / "app.db") as program:
+        program.do("create table t(a)", "insert into t values (0)")
+        ours = follower(store, program.path)
+        ours.look()
+        reader = connect("copy")
+        for number in range(1, 6):
+            assert count(reader) == count(reader) == number
+            program.do(f"insert into t values ({number})")
+            ours.look()
+            assert count(reader) == number + 1
+
+
+def test_a_fork_and_its_origin_do_not_see_each_other(shop: apsw.Connection, connect: Connect) -> None:
+    fork = connect("copy", fork_of="shop")
+    for number in range(100, 110):
+        assert count(fork) == count(fork) == number - 90
+        shop.execute("insert into t values (?, 'x')", (number,))
+        assert (count(fork), count(shop)) == (number - 90, number - 89)
+        fork.execute("insert into t values (?, 'y')", (number,))
+    assert fork.execute("select distinct b from t where id >= 100").get == "y"
+
+
+def test_a_rollback_is_seen_by_the_next_statement(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+    reader = connect()
+    store.snapshot("shop", "monday")
+    for _ in range(5):
+        shop.execute("delete from t where id < 5")
+        assert count(reader) == count(reader) == 5
+        store.rollback("shop", to="monday")
+        assert (count(reader), count(shop)) == (10, 10)
+
+
+def test_a_read_transaction_keeps_its_version_also_for_pages_it_has_not_read(
+    shop: apsw.Connection, connect: Connect
+) -> None:
+    shop.execute("create table large(id integer primary key, b blob)")
+    shop.executemany("insert into large values (?, zeroblob(3000))", ((number,) for number in range(50)))
+    reader = connect()
+    for _ in range(3):
+        assert reader.execute("select length(b) from large where id = 1").get == 3000
+    reader.execute("begin")
+    assert reader.execute("select length(b) from large where id = 1").get == 3000
+    shop.execute("update large set b = zeroblob(10)")
+    assert reader.execute("select sum(length(b)) from large").get == 150_000
+    epoch = int(str(reader.pragma("quire_epoch")))
+    reader.execute("commit")
+    assert reader.execute("select sum(length(b)) from large").get == 500
+    assert int(str(reader.pragma("quire_epoch"))) > epoch
+
+
+def test_readers_see_whole_transactions_while_somebody_writes_and_versions_are_given_back(
+    store: Store, shop: apsw.Connection, connect: Connect
+) -> None:
+    shop.execute("create table pair(id integer primary key, n integer); insert into pair values (1, 0), (2, 0)")
+    readers = [connect() for _ in range(3)]
+    done = threading.Event()
+    wrong: list[object] = []
+
+    def read(connection: apsw.Connection) -> None:
+        last = 0
+        while not done.is_set():
+            first, second = (int(str(n)) for n in connection.execute("select min(n), max(n) from pair").fetchall()[0])
+            if first != second or first < last:
+                wrong.append((first, second, last))
+            last = first
+
+    threads = [threading.Thread(target=read, args=(connection,)) for connection in readers]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 101):
+        shop.execute("update pair set n = ?", (number,))
+        store._parts.sqlite.look_after()
+    done.set()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert [connection.execute("select n from pair").fetchall() for connection in readers] == [[(100,), (100,)]] * 3
+
+
+# ── the shim ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@built
+def test_a_warm_read_does_not_call_python(calls: list[str], root: Path) -> None:
+    with quire.open(root, settings=SETTINGS) as store, store.sqlite("shop", create=True) as connection:
+        connection.execute("create table t(id integer primary key, b text); insert into t values (1, 'one')")
+        for _ in range(2):
+            assert connection.execute("select b from t where id = 1").get == "one"
+        calls.clear()
+        for _ in range(10):
+            assert connection.execute("select b from t where id = 1").get == "one"
+    assert "xLock" not in calls[:-1], calls
+    connection.close()
+
+
+@built
+def test_the_keeper_takes_what_is_parked_and_marks_what_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr("quire.sqlite.connect.KEEPER_SECONDS", 3600.0)
+    with quire.open(root, settings=SETTINGS) as store:
+        connection = store.sqlite("shop", create=True)
+        connection.execute("create table t(a); insert into t values (1)")
+        assert count(connection) == count(connection) == 1
+        pages, keeper = store.pages.open("shop"), store._parts.sqlite
+        assert (state(connection), len(pages.readers)) == (PARKED, 1)
+        keeper.look_after()
+        assert (state(connection), len(pages.readers)) == (PLAIN, 0), "an idle connection held checkpoints back"
+        assert count(connection) == count(connection) == 1
+        connection.execute("begin")
+        assert count(connection) == 1
+        assert state(connection) == READING
+        before = pages.readers.peek()[0].expires_at
+        keeper.look_after(renew=True)
+        assert (state(connection), len(pages.readers)) == (OLD, 1)
+        after = pages.readers.peek()[0].expires_at
+        assert before is not None
+        assert after is not None
+        assert after > before, "the lease of a long transaction was not renewed"
+        assert count(connection) == 1
+        connection.execute("commit")
+        assert (state(connection), len(pages.readers)) == (PLAIN, 0)
+        assert count(connection) == 1
+        connection.close()
+
+
+@built
+def test_a_version_that_the_keeper_took_while_it_was_being_parked_is_not_parked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    with quire.open(root, settings=SETTINGS) as store:
+        connection = store.sqlite("shop", create=True)
+        connection.execute("create table t(a)")
+        park = vfs_shim.Cell.park
+
+        def raced(cell: vfs_shim.Cell, lsn: int, size_bytes: int, stamp: bytes) -> bool:
+            live_file(connection).release_idle()
+            return park(cell, lsn, size_bytes, stamp)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(vfs_shim.Cell, "park", raced)
+            connection.execute("insert into t values (1)")
+        assert state(connection) == PLAIN
+        assert count(connection) == 1
+        connection.close()
+
+
+@built
+def test_a_failed_log_is_noticed_by_the_next_statement(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    with quire.open(root, settings=SETTINGS) as store:
+        connection = store.sqlite("shop", create=True)
+        connection.execute("create table t(a)")
+        assert count(connection) == count(connection) == 0
+        store.pages.open("shop").wal._poison(OSError("the disk is gone"))
+        with pytest.raises(apsw.IOError, match="the disk is gone"):
+            count(connection)
+        connection.close()
+
+
+@built
+def test_files_of_the_machine_are_attached_as_ever(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In WAL mode too: the file is the default VFS's own."""
+    monkeypatch.setenv(SWITCH, "0")
+    path = tmp_path / "ordinary.db"
+    ordinary = apsw.Connection(str(path))
+    ordinary.execute("pragma journal_mode=wal; create table o(a); insert into o values (7)").fetchall()
+    with quire.open(root, settings=SETTINGS) as store:
+        connection = store.sqlite("shop", create=True)
+        connection.execute("create table t(a); attach ? as o", (str(path),))
+        connection.execute("begin; insert into t select a from o; insert into o.o values (8); commit")
+        assert (count(connection), count(ordinary, "o")) == (1, 2)
+        connection.close()
+    ordinary.close()
+
+
+# ── with and without ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    assert not shim_state().is_used
+    assert SWITCH in shim_state().reason
+
+
+def test_without_the_library_or_with_another_one_python_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "")
+    monkeypatch.setattr(vfs_shim, "LIBRARY", tmp_path / "absent.so")
+    assert "not built" in shim_state().reason
+    (tmp_path / "garbage.so").write_bytes(b"no library")
+    monkeypatch.setattr(vfs_shim, "LIBRARY", tmp_path / "garbage.so")
+    assert "cannot be loaded" in shim_state().reason
+    assert not shim_state().is_used
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store, store.sqlite("shop", create=True) as connection:
+        connection.execute("create table t(a)")
+        assert count(connection) == 0
+    connection.close()
+
+
+@built
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vfs_shim, "VERSION", vfs_shim.VERSION + 1)
+    vfs_shim._load.cache_clear()
+    try:
+        assert "another version" in vfs_shim._load(str(LIBRARY)).reason
+    finally:
+        vfs_shim._load.cache_clear()
