@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from quire.core.background import Background
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import Tier
@@ -71,7 +72,7 @@ class StreamWorld:
             clock=self.clock,
             settings=self.settings,
             log_settings=self.log_settings,
-            background=background,
+            background=Background("stream-keeper", threads_max=1) if background else None,
         )
 
     @property

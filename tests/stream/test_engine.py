@@ -196,9 +196,8 @@ def test_a_scheduled_snapshot_of_a_stream_has_what_is_in_the_open_segment(tmp_pa
         assert store.streams.streams() == [], "a snapshot leaves no stream open that was closed"
 
 
-def test_the_manifest_log_is_rotated_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_log_is_rotated_when_it_is_due(tmp_path: Path) -> None:
     """Only a round of upkeep looked at the timer, which is four times slower."""
-    monkeypatch.setattr("quire.stream.stream.IDLE_SECONDS", 3600.0)
     settings = StoreSettings(
         stream=StreamSettings(tick_seconds=3600), manifest_log=ManifestLogSettings(rotation_seconds=0.01)
     )

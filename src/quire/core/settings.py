@@ -146,6 +146,10 @@ class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A snapshot that is open for longer is reported once: it keeps WAL from being given back."""
     attach_creates: bool = True
     """Whether SQL's ATTACH creates a database that does not exist, as SQLite creates a file."""
+    open_max: int = 1024
+    """Databases that are open at once; beyond it those that nobody uses are closed, the longest unused first."""
+    idle_seconds: float = 90.0
+    """A database that nobody has used for this long is closed; the next use opens it."""
 
     def __post_init__(self) -> None:
         _require(self.cache_bytes >= 0, "pages.cache_bytes must not be negative")
@@ -158,6 +162,7 @@ class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.publish_bytes > 0 and self.spill_bytes > 0, "pages: publish_bytes and spill_bytes must be positive"
         )
         _require(self.cold_bytes_per_second >= 0, "pages.cold_bytes_per_second must not be negative")
+        _require(self.open_max >= 1 and self.idle_seconds > 0, "pages: open_max and idle_seconds must be positive")
 
 
 class ManifestLogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -340,6 +345,12 @@ class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A manifest whose log has grown to this is written as a snapshot."""
     backups_kept: int = 30
     """Of each label: the next backup removes older ones. 0 keeps all."""
+    threads: int = 2
+    """Threads that flush memtables, and as many that compact, over all databases."""
+    open_max: int = 256
+    """Databases that are open at once; beyond it those that nobody uses are closed, the longest unused first."""
+    idle_seconds: float = 90.0
+    """A database that nobody has used for this long is closed; the next use opens it."""
 
     def __post_init__(self) -> None:
         _require(self.backups_kept >= 0, "lsm.backups_kept must not be negative")
@@ -352,6 +363,8 @@ class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.frozen_max >= 1, "lsm.frozen_max must be positive")
         _require(1 < self.level0_tables <= self.level0_stop, "lsm.level0_tables lies in [2, level0_stop]")
         _require(self.level_bytes > 0 and self.stall_seconds >= 0, "lsm: level_bytes must be positive")
+        _require(1 <= self.threads <= 64, "lsm.threads lies in [1, 64]")
+        _require(self.open_max >= 1 and self.idle_seconds > 0, "lsm: open_max and idle_seconds must be positive")
 
 
 class ArchiveSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -414,6 +427,12 @@ class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retain_seconds: float = 0.0
     retain_bytes: int = 0
     """Records older than this, and the oldest ones beyond so many bytes, go; 0: they stay. A stream can have its own."""
+    threads: int = 4
+    """Threads that sync and seal what nobody waits for, over all streams."""
+    open_max: int = 512
+    """Streams that are open at once; beyond it those that nobody uses are closed, the longest unused first."""
+    idle_seconds: float = 90.0
+    """A stream that nobody has used for this long is closed; the next use opens it."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.record_bytes_max <= 64 * MIB, "stream.record_bytes_max lies in [1, 64 MiB]")
@@ -424,6 +443,8 @@ class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.hot_bytes >= 0 and self.warm_bytes >= 0, "stream: budgets must not be negative")
         _require(self.attempts >= 1 and self.retry_seconds >= 0, "stream.attempts must be positive")
         _require(self.retain_seconds >= 0 and self.retain_bytes >= 0, "stream: retention must not be negative")
+        _require(1 <= self.threads <= 64, "stream.threads lies in [1, 64]")
+        _require(self.open_max >= 1 and self.idle_seconds > 0, "stream: open_max and idle_seconds must be positive")
 
 
 class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -542,6 +563,10 @@ object_store = "{object_store}"
 # time_travel_seconds = 0.0    # how far back every version of a page database can be opened
 # evict_seconds = 0.0          # copies that only snapshots need leave the disk for the object store at this age; 0: never
 # delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
+
+[pages]
+# open_max = 1024              # databases that are open at once; those longest unused are closed
+# idle_seconds = 90.0          # … and those that nobody has used for this long
 
 [lsm]
 # memtable_bytes = 33554432    # key-value databases: a memtable of this size is flushed

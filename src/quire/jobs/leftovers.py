@@ -78,9 +78,10 @@ def has_dropped_streams(ctx: JobContext) -> bool:
         return False
     with ctx.manifest.read() as txn:
         given_out = txn.next_id(Counter.DB)
-        live = {db_id for db_id, record in txn.every_database() if record.status is not DbStatus.TOMBSTONED}
-        live |= txn.refused_databases()
-    return any(db_id is not None and 0 < db_id < given_out and db_id not in live for db_id in homes)
+        refused = txn.refused_databases()
+        asked = (db_id for db_id in homes if db_id is not None and 0 < db_id < given_out and db_id not in refused)
+        rows = (txn.database(db_id) for db_id in asked)
+        return any(row is None or row.status is DbStatus.TOMBSTONED for row in rows)
 
 
 def remove_home(disk: Disk, root: str, db_id: int) -> int:

@@ -1,8 +1,9 @@
 """What the owner does by itself: schedules, retention, leases, trimming, and the jobs that follow.
 
 A round is a handful of looks at the manifest and, where something is due, ordinary batches and jobs; what fails, for one
-database or as a whole, is reported and keeps nothing else from being done. Work that has bytes to move is a job: a round
-enqueues it, a worker does it. Only the owner's clock decides.
+database or as a whole, is reported and keeps nothing else from being done. What concerns every database is looked at some
+databases at a time, round after round, so that the cost of a round does not grow with their number (N1). Work that has bytes
+to move is a job: a round enqueues it, a worker does it. Only the owner's clock decides.
 
     >>> Round(snapshots=1).total
     1
@@ -10,11 +11,12 @@ enqueues it, a worker does it. Only the owner's clock decides.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from itertools import chain, islice
 
 from quire.core.errors import (
     JobAlreadyPending,
@@ -26,15 +28,18 @@ from quire.core.errors import (
     WouldDropEverything,
 )
 from quire.core.events import emit
+from quire.durable.names import STREAMS
 from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext
 from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.residency import apply_policy
 from quire.jobs.stream_checkpoint.job import unpublished
+from quire.jobs.walking import Walk
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import PruneAudit
 from quire.manifest.ops.local import PruneIdempotency
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbRecord, DbStatus, JobKind, WalRecord, WalState
 from quire.manifest.retention import SCHEDULE_TAG, has_scheduled, scheduled
 
@@ -44,8 +49,15 @@ SLOW_SECONDS = 60.0
 UNABSORBED = frozenset({WalState.INDEXED, WalState.CHECKPOINT_READY})
 """Segments that wait for a checkpoint; the latter are of a plan that runs, or of one whose job has failed for good."""
 
+LOOK_SECONDS = 0.008
+SLOW_LOOK_SECONDS = 0.02
+"""How long one step of a round, and of a slow one, looks at databases before it leaves the others to the next."""
+
 LEFTOVERS_SECONDS = 3600.0
 """Between two looks for what killed processes have left: they list directories of all databases."""
+
+PLANNED_PER_ROUND = 200
+"""Databases whose snapshots are compared with their policy in one round."""
 
 PRUNED_PER_ROUND = 10_000
 """Answers to keyed batches forgotten in one round."""
@@ -91,10 +103,13 @@ class Upkeep:
         make_snapshot: MakeSnapshot | None = None,
         sweep_versions: Callable[[], int] | None = None,
         window: ArchiveWindow | None = None,
+        close_idle: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ctx = ctx
         self._worker = worker
         self._window = window
+        self._close_idle = close_idle
+        """Closes databases of engines that have no thread to do it."""
         self._make_snapshot = make_snapshot or self._publish
         self._sweep_versions = sweep_versions
         """Removes the files of key-value snapshots that were dropped; `None` where there are none."""
@@ -102,6 +117,16 @@ class Upkeep:
         """The last snapshot of each schedule: one that was dropped again is not made twice."""
         self._next_slow = 0.0
         self._next_leftovers = 0.0
+        # where each step has got to
+        clock = ctx.clock
+        self._scheduling = Walk(t.RETENTION, clock, LOOK_SECONDS)
+        self._checkpointing = Walk(t.WAL_CATALOG, clock, LOOK_SECONDS)
+        self._retaining = Walk(t.SNAPSHOT_INDEX, clock, SLOW_LOOK_SECONDS)
+        self._reviewing = Walk(t.SNAPSHOT_INDEX, clock, SLOW_LOOK_SECONDS)
+        self._publishing = Walk(t.DB, clock, SLOW_LOOK_SECONDS)
+        self._evicting = Walk(t.DB, clock, SLOW_LOOK_SECONDS)
+        self._burying = Walk(t.DB, clock, SLOW_LOOK_SECONDS)
+        self._pruning = Walk(t.AUDIT, clock, SLOW_LOOK_SECONDS)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -140,10 +165,11 @@ class Upkeep:
 
     # ── one round ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def round(self, *, everything: bool = False) -> Round:
-        """What is due now, once; jobs are enqueued, not run. What looks at many rows comes only once a minute."""
+        """What is due now, once; jobs are enqueued, not run. What looks at many rows comes only once a minute. `everything`:
+        whatever it is that comes later, and all databases."""
         done = Round()
-        steps: list[Callable[[Round], None]] = [self._recount, self._schedules, self._leases, self._deletions]
-        steps.append(self._checkpoints)
+        steps: list[Callable[[Round, bool], None]] = [self._recount, self._schedules, self._leases, self._deletions]
+        steps += [self._checkpoints, self._idle]
         if everything or self._ctx.clock.monotonic() >= self._next_slow:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
             steps += [
@@ -156,30 +182,32 @@ class Upkeep:
             ]
             steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
             steps += [self._evictions] if self._ctx.settings.evict_seconds else []
-            steps.append(partial(self._archive, everything))
+            steps.append(self._archive)
             if everything or self._ctx.clock.monotonic() >= self._next_leftovers:
                 self._next_leftovers = self._ctx.clock.monotonic() + LEFTOVERS_SECONDS
                 steps.append(self._leftovers)
         for step in steps:
             try:
-                step(done)
+                step(done, everything)
             except (StoreClosed, StoreUnusable):
                 raise
             except QuireError as error:
                 emit(
                     "warning",
                     "upkeep.step_failed",
-                    step=getattr(step, "__name__", "archive").removeprefix("_"),
+                    step=step.__name__.removeprefix("_"),
                     error=str(error),
                 )
         return done
 
-    def _recount(self, _: Round) -> None:
+    def _recount(self, _: Round, _everything: bool) -> None:
         self._ctx.manifest.recount.round()
 
-    def _schedules(self, done: Round) -> None:
+    def _schedules(self, done: Round, everything: bool) -> None:
         manifest = self._ctx.manifest
-        for db_id, policy in manifest.retention.databases():
+        with manifest.read() as txn:
+            db_ids = list(self._scheduling.step(txn, whole=everything))
+        for db_id, policy in manifest.retention.policies(db_ids):
             for schedule, name in scheduled(policy, now_ms=self._ctx.clock.now_ms()):
                 if self._made.get((db_id, schedule)) == name:
                     continue
@@ -201,11 +229,13 @@ class Upkeep:
     def _publish(self, db_id: int, name: str, tags: dict[str, str]) -> None:
         self._ctx.manifest.snapshots.publish(db_id, name, tags=tags)
 
-    def _retention(self, done: Round) -> None:
+    def _retention(self, done: Round, everything: bool) -> None:
         manifest = self._ctx.manifest
         with manifest.read() as txn:
-            with_snapshots = set(txn.owners(t.SNAPSHOT_INDEX)) - txn.refused_databases()
-        for db_id in sorted(with_snapshots):
+            refused = txn.refused_databases()
+            due = (db_id for db_id in self._retaining.step(txn, whole=everything) if self._may_drop(txn, db_id))
+            db_ids = list(islice(due, None if everything else PLANNED_PER_ROUND))
+        for db_id in sorted(set(db_ids) - refused):
             try:
                 plan = manifest.retention.plan(db_id)
                 try:
@@ -221,55 +251,84 @@ class Upkeep:
             ) as error:  # a snapshot that was dropped meanwhile, say, or a damaged policy: it drops nothing
                 emit("warning", "retention.failed", db_id=db_id, error=str(error))
 
-    def _set_aside(self, done: Round) -> None:
+    def _may_drop(self, txn: ReadTxn, db_id: int) -> bool:
+        """Whether retention may have something to drop: there is a policy, or a snapshot that ends by itself."""
+        try:
+            if txn.get(t.RETENTION, db_id) is not None:
+                return True
+            return any(row.expires_at_ms for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id))
+        except ManifestDamaged:
+            return True  # planning reports it
+
+    def _set_aside(self, done: Round, everything: bool) -> None:
         """Before retention: what is still read does not expire."""
         from quire.jobs.checkpoint.plan import review_set_aside  # pages and numpy: not for stores of streams
 
-        done.dropped += review_set_aside(self._ctx)
+        with self._ctx.manifest.read() as txn:
+            db_ids = list(self._reviewing.step(txn, whole=everything))
+        done.dropped += review_set_aside(self._ctx, db_ids)
 
-    def _leases(self, done: Round) -> None:
+    def _idle(self, _: Round, _everything: bool) -> None:
+        self._close_idle()
+
+    def _leases(self, done: Round, _everything: bool) -> None:
         done.leases_lost += self._ctx.manifest.jobs.expire()
         self._ctx.manifest.leases.expire()
 
-    def _deletions(self, done: Round) -> None:
+    def _deletions(self, done: Round, _everything: bool) -> None:
         """Work without a job: batches that were built by hand, jobs that were cancelled."""
         manifest = self._ctx.manifest
         with manifest.read() as txn:
             origins = set(txn.owners(t.GC_ZERO)) - txn.refused_databases()
         done.delete_jobs += manifest.jobs.ensure_deletions(origins)
 
-    def _checkpoints(self, done: Round) -> None:
-        """Page databases with enough, or old enough, sealed WAL get a checkpoint job (docs/design.md, defaults)."""
-        due: list[int] = []
+    def _checkpoints(self, done: Round, everything: bool) -> None:
+        """Page databases with enough, or old enough, sealed WAL get a checkpoint job (docs/design.md, defaults): those that
+        are open, which alone can have become due since the last round, and some of the others."""
+        opened = [store.db_id for store in self._ctx.pages.stores()] if self._ctx.pages is not None else []
+        due: set[int] = set()
         with self._ctx.manifest.read() as txn:
-            for db_id in set(txn.owners(t.WAL_CATALOG)) - txn.refused_databases():
+            refused = txn.refused_databases()
+            for db_id in chain(opened, self._checkpointing.step(txn, whole=everything)):
+                if db_id in refused:
+                    continue
                 try:
                     sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state in UNABSORBED]
-                    if self._is_due(sealed) and self._is_live(txn.database(db_id), DbKind.PAGES):
-                        due.append(db_id)
+                    if self._is_due(sealed, db_id) and self._is_live(txn.database(db_id), DbKind.PAGES):
+                        due.add(db_id)
                 except ManifestDamaged as error:
                     emit("error", "upkeep.skipped", db_id=db_id, step="checkpoints", error=str(error))
-        self._checkpoint(due, {"sealed_only": True}, done)
+        self._checkpoint(sorted(due), {"sealed_only": True}, done)
 
-    def _stream_checkpoints(self, done: Round) -> None:
+    def _stream_checkpoints(self, done: Round, everything: bool) -> None:
         """The same for streams, once a minute: their sealed segments become chunks."""
         with self._ctx.manifest.read() as txn:
             refused = txn.refused_databases()
             due = [
                 db_id
-                for db_id, record in txn.databases()
-                if self._is_live(record, DbKind.STREAM)
-                and db_id not in refused
-                and self._is_due([row for _, row in unpublished(txn, db_id)])
+                for db_id in self._publishing.step(txn, whole=everything)
+                if db_id not in refused
+                and self._is_live(self._record(txn, db_id), DbKind.STREAM)
+                and self._is_due([row for _, row in unpublished(txn, db_id)], db_id)
             ]
         self._checkpoint(due, None, done)
 
-    def _is_due(self, sealed: Sequence[WalRecord]) -> bool:
-        """Whether sealed segments are enough, or old enough, for a checkpoint."""
+    def _record(self, txn: ReadTxn, db_id: int) -> DbRecord | None:
+        """The row of a database; a damaged one is reported, and left out."""
+        try:
+            return txn.database(db_id)
+        except ManifestDamaged as error:
+            txn.report_damage(db_id, error)
+            return None
+
+    def _is_due(self, sealed: Sequence[WalRecord], db_id: int) -> bool:
+        """Whether sealed segments are enough, or old enough, for a checkpoint. What a fork has inherited and never written to
+        does not grow old: a hundred thousand forks of a template share its segment, instead of a chunk for each."""
         settings = self._ctx.settings
         oldest_ms = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
         heavy = sum(row.used_bytes for row in sealed) >= settings.checkpoint_bytes
-        return bool(sealed) and (heavy or min(row.sealed_at_ms for row in sealed) <= oldest_ms)
+        own = [row.sealed_at_ms for row in sealed if row.origin_db_id == db_id]
+        return heavy or (bool(own) and min(own) <= oldest_ms)
 
     def _is_live(self, record: DbRecord | None, kind: DbKind) -> bool:
         return record is not None and record.kind is kind and record.status is not DbStatus.TOMBSTONED
@@ -282,60 +341,66 @@ class Upkeep:
                     jobs.enqueue(JobKind.CHECKPOINT, db_id, payload)
                     done.checkpoints += 1
 
-    def _bundles(self, done: Round) -> None:
+    def _bundles(self, done: Round, _everything: bool) -> None:
         """Once a day, if there are streams: old chunks of their manifest logs become bundles."""
         manifest, now = self._ctx.manifest, self._ctx.clock.now_ms()
+        if not self._ctx.disk.exists(os.path.join(self._ctx.root, STREAMS)):
+            return
         with manifest.read() as txn:
-            if not any(record.kind is DbKind.STREAM and not record.dropped_at_ms for _, record in txn.databases()):
-                return
             jobs = [record for _, record in txn.scan(t.JOB_QUEUE) if record.kind is JobKind.BUNDLE]
         if all(record.created_at_ms <= now - BUNDLE_EVERY_MS for record in jobs):
             manifest.jobs.enqueue(JobKind.BUNDLE, 0)
             done.bundles += 1
 
-    def _evictions(self, done: Round) -> None:
+    def _evictions(self, done: Round, everything: bool) -> None:
         """Old copies that `evict` would remove leave the disk: an upload first, if need be, the eviction in a later round."""
         manifest, before = self._ctx.manifest, self._ctx.clock.now_ms() - int(self._ctx.settings.evict_seconds * 1000)
         with manifest.read() as txn:
             databases = {
-                key for key, record in txn.databases() if record.kind is DbKind.PAGES and not record.dropped_at_ms
+                db_id
+                for db_id in self._evicting.step(txn, whole=everything)
+                if self._is_live(self._record(txn, db_id), DbKind.PAGES)
             } - txn.refused_databases()
         for db_id in sorted(databases):
             done.moves += apply_policy(manifest, db_id, before)
 
-    def _tombstones(self, done: Round) -> None:
+    def _tombstones(self, done: Round, everything: bool) -> None:
         """Dropped databases that nothing holds any more: their delete jobs remove what is left of them."""
         manifest = self._ctx.manifest
         with manifest.read() as txn:
-            dropped = {db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED}
+            dropped = {
+                db_id
+                for db_id in self._burying.step(txn, whole=everything)
+                if (record := self._record(txn, db_id)) is not None and record.status is DbStatus.TOMBSTONED
+            }
             dropped -= txn.refused_databases()
             bare = [db_id for db_id in sorted(dropped) if next(iter(txn.raw_scan(t.GC_REFCOUNTS, db_id)), None) is None]
         done.delete_jobs += manifest.jobs.ensure_deletions(bare)
 
-    def _versions(self, _: Round) -> None:
+    def _versions(self, _: Round, _everything: bool) -> None:
         """After retention: what it dropped of key-value databases are directories of links."""
         if self._sweep_versions is not None:
             self._sweep_versions()
 
-    def _archive(self, everything: bool, done: Round) -> None:
+    def _archive(self, done: Round, everything: bool) -> None:
         """Objects that no archived moment needs any more."""
         if self._window is not None:
             looked = self._window.look(now=everything)
             done.trimmed += looked.trimmed
             done.collected += looked.deleted
 
-    def _leftovers(self, done: Round) -> None:
+    def _leftovers(self, done: Round, _everything: bool) -> None:
         done.leftovers += sweep_leftovers(self._ctx)
 
-    def _feed(self, _: Round) -> None:
+    def _feed(self, _: Round, _everything: bool) -> None:
         self._ctx.manifest.feed.maintain()
         if self._ctx.manifest.recount.is_done:
             self._ctx.manifest.remember_checked()  # after a crash the log is read from here on
 
-    def _old_jobs(self, done: Round) -> None:
+    def _old_jobs(self, done: Round, _everything: bool) -> None:
         done.jobs_forgotten += self._ctx.manifest.jobs.forget(older_than_seconds=self._ctx.settings.jobs_keep_seconds)
 
-    def _old_answers(self, done: Round) -> None:
+    def _old_answers(self, done: Round, _everything: bool) -> None:
         manifest, now = self._ctx.manifest, self._ctx.clock.now_ms()
         with manifest.read() as txn:
             expired = sum(row.expires_at_ms <= now for _, row in txn.scan(t.IDEMPOTENCY))
@@ -343,11 +408,15 @@ class Upkeep:
             manifest.submit([PruneIdempotency(PRUNED_PER_ROUND)]).result()
             done.answers_forgotten += min(expired, PRUNED_PER_ROUND)
 
-    def _old_audit(self, done: Round) -> None:
+    def _old_audit(self, done: Round, everything: bool) -> None:
         manifest = self._ctx.manifest
         horizon = self._ctx.clock.now_ms() - int(self._ctx.settings.audit_seconds * 1000)
         with manifest.read() as txn:
-            aged = [db_id for db_id in txn.owners(t.AUDIT) if next(iter(txn.scan(t.AUDIT, db_id)))[0][1] < horizon]
+            aged = [
+                db_id
+                for db_id in self._pruning.step(txn, whole=everything)
+                if next(iter(txn.scan(t.AUDIT, db_id)))[0][1] < horizon
+            ]
         for db_id in aged:
             manifest.submit([PruneAudit(db_id, horizon)]).result()
             done.audit_pruned += 1

@@ -1,9 +1,10 @@
 """The key-value databases of a store: opens them, keeps their snapshots and forks, and lets go of what was dropped.
 
 The store's manifest has a row of kind `lsm` for each; a database's own manifest is the truth about its contents (S1). Each is
-opened once per process; one that has become unusable (M12) is recovered by the next `open`. Files come before rows: a fork or
-snapshot gets its row when its copy is whole (snapshots.py), and a directory without a row is garbage. Dropping takes the row;
-the files go with the next sweep. Forks have names of their own for the tables that they share.
+opened once per process; one that has become unusable (M12) is recovered by the next `open`. Those that nobody uses are
+closed, the longest unused first (N1). Files come before rows: a fork or snapshot gets its row when its copy is whole
+(snapshots.py), and a directory without a row is garbage. Dropping takes the row; the files go with the next sweep. Forks have
+names of their own for the tables that they share.
 
 Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `UnknownSnapshot`, `NameTaken`, `ReadOnly`,
 `Corruption`, `StoreClosed`."""
@@ -15,7 +16,7 @@ import shlex
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,9 @@ import msgspec
 from quire.core.barrier import changes, may_change
 from quire.core.clock import Clock
 from quire.core.closing import close_all
-from quire.core.errors import Corruption, StoreClosed
+from quire.core.errors import Corruption, QuireError, StoreClosed
 from quire.core.events import emit
+from quire.core.open_set import OpenSet
 from quire.core.refusal import refuse
 from quire.core.settings import LsmSettings
 from quire.durable import quarantine
@@ -36,6 +38,7 @@ from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.block_cache import BlockCache
 from quire.lsm.compaction import table_options
 from quire.lsm.kv import Kv
+from quire.lsm.maintenance import KvBackground
 from quire.lsm.projection import CompactionJobs, KvProjection
 from quire.lsm.read_only import ReadOnlyKv
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
@@ -82,9 +85,10 @@ class KvEngine:
         self._settings = settings
         self._store_id = _store_id(manifest)
         self.cache = BlockCache(settings.cache_bytes)
+        self._background = KvBackground(settings.threads)
         # guarded by _lock
         self._lock = threading.RLock()
-        self._open: dict[int, Kv] = {}
+        self._open: OpenSet[Kv] = OpenSet(open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock)
         self._seen: set[int] = set()
         """Ids of databases that were opened or made here."""
         self._closed = False
@@ -112,12 +116,31 @@ class KvEngine:
             if kv is not None:
                 kv.abandon()
             if self._manifest.read_only:
-                kv = self._open[db_id] = self._open_to_read(db_id, record)
-                return kv
-            kv = self._recover(db_id, record)
-            self._open[db_id] = kv
+                return self._open.add(db_id, self._open_to_read(db_id, record))
+            kv = self._open.add(db_id, self._recover(db_id, record))
             self._seen.add(db_id)
+            self._close_unused(self._open.surplus())
             return kv
+
+    def close_idle(self) -> int:
+        """Close databases that nobody has used for a while; how many."""
+        with self._lock:
+            return 0 if self._closed else self._close_unused(self._open.idle())
+
+    def _close_unused(self, db_ids: Iterable[int]) -> int:
+        """REQUIRES the lock: nobody opens one of them meanwhile."""
+        count = 0
+        for db_id in db_ids:
+            kv = self._open.peek(db_id)
+            if kv is None or kv.is_busy:
+                continue
+            self._open.pop(db_id)
+            count += 1
+            try:
+                kv.close()
+            except QuireError as error:  # it is recovered by whoever opens it next
+                emit("error", "lsm.close_failed", db_id=db_id, error=str(error))
+        return count
 
     def _open_to_read(self, db_id: int, record: DbRecord) -> Kv:
         def line() -> int:
@@ -144,7 +167,16 @@ class KvEngine:
         jobs, follower = CompactionJobs(self._manifest, db_id), KvProjection(self._manifest, db_id)
         facts = self._facts(db_id, follower, is_made=is_made)
         try:
-            kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache, jobs=jobs, facts=facts)
+            kv = Kv.open(
+                self._disk,
+                home,
+                self._settings,
+                clock=self._clock,
+                cache=self.cache,
+                background=self._background,
+                jobs=jobs,
+                facts=facts,
+            )
         except Corruption as error:
             error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise
@@ -193,7 +225,7 @@ class KvEngine:
             self._require()
             with self._manifest.read() as txn:
                 db_id, record = txn.live(db, DbKind.LSM)
-            kv = self._open.pop(db_id, None)
+            kv = self._open.pop(db_id)
             if kv is not None:
                 kv.close()  # whoever holds it opens it anew: nobody may write while files are compared
             facts = self._facts(db_id, KvProjection(self._manifest, db_id), is_made=True)
@@ -224,14 +256,14 @@ class KvEngine:
         with self._manifest.read() as txn:
             db_id = txn.database_id(db) if isinstance(db, str) else db
         with self._lock:
-            kv = self._open.pop(db_id, None)
+            kv = self._open.pop(db_id)
         if kv is not None:
             kv.close()
 
     def databases(self) -> dict[int, Kv]:
         """Those that are open, by id."""
         with self._lock:
-            return dict(self._open)
+            return {db_id: kv for db_id in self._open if (kv := self._open.peek(db_id)) is not None}
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @changes
@@ -373,23 +405,22 @@ class KvEngine:
             except FileNotFoundError:
                 return 0
             with self._manifest.read() as txn:
-                leases = self._manifest.leases
-                live = {
-                    db_id: {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
-                    | leases.copies(db_id)
-                    for db_id, record in txn.every_database()
-                    if record.kind is DbKind.LSM
-                    and record.status is not DbStatus.TOMBSTONED
-                    and db_id not in txn.refused_databases()
-                }
-                refused = txn.refused_databases()
+                leases, refused = self._manifest.leases, txn.refused_databases()
+                live: dict[int, set[int]] = {}
+                for db_id in map(_hex8, names):
+                    record = txn.database(db_id) if db_id is not None and db_id not in refused else None
+                    if db_id is None or record is None or record.kind is not DbKind.LSM:
+                        continue
+                    if record.status is not DbStatus.TOMBSTONED:
+                        kept = {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
+                        live[db_id] = kept | leases.copies(db_id)
             known = self._manifest.first_db_id
             for name in names:
                 db_id = _hex8(name)
                 if db_id is None or db_id in refused or not (db_id in self._seen or db_id < known):
                     continue
                 if db_id not in live:
-                    kv = self._open.pop(db_id, None)
+                    kv = self._open.pop(db_id)
                     if kv is not None:
                         kv.abandon()
                     remove_home(self._disk, self._path(lsm_home(db_id)))
@@ -414,8 +445,9 @@ class KvEngine:
             if self._closed:
                 return
             self._closed = True
-            opened, self._open = list(self._open.values()), {}
+            opened = [kv for db_id in self._open if (kv := self._open.pop(db_id)) is not None]
         close_all(opened)
+        self._background.stop()
 
     def _require(self) -> None:
         if self._closed:
@@ -426,7 +458,8 @@ class KvEngine:
         self._closed = True
         self._lock = threading.RLock()
         failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
-        for kv in self._open.values():
+        self._background.forked()
+        for kv in self._open.cores():
             kv.forked(failure)
         for copy in list(self._copies):
             copy.failure = failure

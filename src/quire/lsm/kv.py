@@ -52,7 +52,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.names import LsmHome
 from quire.lsm.block_cache import BlockCache
-from quire.lsm.maintenance import KvMaintenance, Stalls
+from quire.lsm.maintenance import KvBackground, KvMaintenance, Stalls
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import HeldLsns, KvIterator, KvRanges, KvSnapshot
 from quire.lsm.recovery import RecoveredKv, open_files
@@ -132,7 +132,7 @@ class Kv(KvRanges):
         clock: Clock,
         cache: BlockCache,
         *,
-        background: bool,
+        background: KvBackground | None,
         jobs: CompactionJobs | None = None,
         facts: StoreFacts | None = None,
     ) -> None:
@@ -173,7 +173,9 @@ class Kv(KvRanges):
         """The first number of the store's current range (A10): the next lsn is not below it; set by the engine."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
-        self.upkeep = KvMaintenance(self, jobs, background=background)
+        self._own_background: KvBackground | None = None
+        """Its threads, if they are not those of a store."""
+        self.upkeep = KvMaintenance(self, jobs, background)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -185,13 +187,14 @@ class Kv(KvRanges):
         *,
         clock: Clock | None = None,
         cache: BlockCache | None = None,
-        background: bool = True,
+        background: bool | KvBackground = True,
         jobs: CompactionJobs | None = None,
         facts: StoreFacts | None = None,
     ) -> Kv:
         """The database below `path`, recovered; an empty one if there is none. Nobody else may have it open.
 
-        `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`.
+        `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`. A store's
+        databases share their threads.
         `jobs`: shows every compaction as a job. `facts`: what the store knows of the database; its files are compared with it.
         """
         settings = settings or LsmSettings()
@@ -199,13 +202,17 @@ class Kv(KvRanges):
         home = LsmHome(path)
         opened = open_files(disk, home, cache, facts)
         clock = clock or SystemClock()
-        return cls(disk, home, opened, settings, clock, cache, background=background, jobs=jobs, facts=facts)
+        own = KvBackground(settings.threads) if background is True else None
+        shared = background if isinstance(background, KvBackground) else own
+        kv = cls(disk, home, opened, settings, clock, cache, background=shared, jobs=jobs, facts=facts)
+        kv._own_background = own
+        return kv
 
     def close(self) -> None:
         """Sync, stop the background and close the files. Memtables stay in their WALs. A second time: nothing."""
         if isinstance(self.failure, StoreClosed):
             return  # also in the child of a fork(), whose upkeep must not touch the parent's files
-        self.upkeep.stop()
+        self._stop_background()
         with self._writing:
             if isinstance(self.failure, StoreClosed):
                 return
@@ -226,13 +233,23 @@ class Kv(KvRanges):
     def abandon(self) -> None:
         """Let everything go and write nothing more, as a crash would."""
         self._fail(StoreClosed("the database is closed", hint="open it again"))
-        self.upkeep.stop()
+        self._stop_background()
         with self._writing:
             self.failure = StoreClosed("the database is closed", hint="open it again")
             self._wal.abandon()
             self.manifest.abandon()
             for table in self.view.levels:
                 table.close()
+
+    def _stop_background(self) -> None:
+        self.upkeep.stop()
+        if self._own_background is not None:
+            self._own_background.stop()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something goes on that closing would wait for, or break off."""
+        return bool(self._loading or self.snapshots.lsns() or self.upkeep.is_busy)
 
     def forked(self, failure: StoreClosed) -> None:
         """This process is the child of a fork(): the database is the parent's (M12)."""

@@ -12,8 +12,8 @@ What is on disk, step by step, and what a crash there leaves
 A file goes only after the event that makes it dead is durable and recorded in LMDB: so no damage to the manifest alone can
 cost what the file held. A flush or compaction that fails leaves everything as it was and is retried; writers get the error.
 
-Threads: one flushes, one compacts; `flush_all` and `compact_all` do the same in the caller's. Neither lock is taken with the
-write lock held; the compaction lock comes before the flush lock."""
+Threads: those of the store's background, at most one flushes and one compacts; `flush_all` and `compact_all` do the same in
+the caller's. Neither lock is taken with the write lock held; the compaction lock comes before the flush lock."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.background import Background, Task
 from quire.core.errors import InternalError, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
@@ -110,18 +111,34 @@ FORSAKEN_MAX = 10_000
 """Files of loads that are over and are still looked for; what others leave is swept at the next open."""
 
 
+class KvBackground:
+    """The threads that work for all databases of a store: flushes do not wait behind compactions."""
+
+    def __init__(self, threads: int) -> None:
+        self.flushing = Background("lsm-flush", threads_max=threads)
+        self.compacting = Background("lsm-compact", threads_max=threads)
+
+    def stop(self) -> None:
+        """Wait for what runs, and begin nothing more."""
+        self.flushing.stop()
+        self.compacting.stop()
+
+    def forked(self) -> None:
+        """In the child of a fork(): the threads are the parent's."""
+        self.flushing.forked()
+        self.compacting.forked()
+
+
 class KvMaintenance:
     """The background of one database."""
 
-    def __init__(self, kv: Kv, jobs: CompactionJobs | None, *, background: bool) -> None:
+    def __init__(self, kv: Kv, jobs: CompactionJobs | None, background: KvBackground | None) -> None:
         self._kv = kv
         self._jobs = jobs
         self._options = compaction.table_options(kv.settings)
         self._flushing = threading.Lock()
         self._compacting = threading.Lock()
         self._stopping = threading.Event()
-        self._flush_due = threading.Event()
-        self._compact_due = threading.Event()
         self._turn = 0
         self._garbage: deque[str] = deque()
         """Files that nobody can reach; filled by finalizers, in any thread."""
@@ -132,33 +149,35 @@ class KvMaintenance:
         self._trouble: QuireError | None = None
         self.flushes = 0
         self.compactions = 0
-        self._threads: list[threading.Thread] = []
-        if background:
-            loops = (("flush", self._flush_due, self.flush_one), ("compact", self._compact_due, self.compact_due))
-            for name, due, step in loops:
-                thread = threading.Thread(target=self._loop, args=(due, step), name=f"quire-lsm-{name}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        self._tasks: list[Task] = []
+        if background is not None:
+            self._tasks = [
+                background.flushing.task(partial(self._work, self.flush_one)),
+                background.compacting.task(partial(self._work, self.compact_due)),
+            ]
         self.wake()
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def is_running(self) -> bool:
         """Whether the background does anything."""
-        return bool(self._threads) and not self._stopping.is_set()
+        return bool(self._tasks) and not self._stopping.is_set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being flushed or compacted, or is to be."""
+        return not all(task.is_idle for task in self._tasks)
 
     def wake(self) -> None:
         """There may be work."""
-        self._flush_due.set()
-        self._compact_due.set()
+        for task in self._tasks:
+            task.ask()
 
     def stop(self) -> None:
         """End the background; what it is doing is finished first."""
         self._stopping.set()
-        self.wake()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        for task in self._tasks:
+            task.stop()
         if self._jobs is not None:
             self._jobs.close()
         self.collect()
@@ -168,17 +187,16 @@ class KvMaintenance:
         if (why := self._trouble) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where) from why
 
-    def _loop(self, due: threading.Event, step: Callable[[], bool]) -> None:
-        while not self._stopping.is_set():
-            due.wait()
-            due.clear()
-            try:
-                while not self._stopping.is_set() and self._kv.failure is None and step():
-                    self._trouble = None
-            except Exception as error:
-                self._complain(error)
-                if self._kv.failure is None and not self._stopping.wait(RETRY_SECONDS):
-                    due.set()
+    def _work(self, step: Callable[[], bool]) -> float | None:
+        """What is due; in how many seconds to try again, if it failed."""
+        try:
+            while not self._stopping.is_set() and self._kv.failure is None and step():
+                self._trouble = None
+        except Exception as error:
+            self._complain(error)
+            if self._kv.failure is None and not self._stopping.is_set():
+                return RETRY_SECONDS
+        return None
 
     def _complain(self, error: Exception) -> None:
         if isinstance(error, StoreClosed) or self._kv.failure is not None:
@@ -223,7 +241,7 @@ class KvMaintenance:
                     kv.disk.remove(kv.home.wal(oldest.wal))
             hit("lsm.flush.done")
             self._checkpoint_manifest()
-        self._compact_due.set()
+        self.wake()
         return True
 
     def _write_memtable(self, memtable: Memtable) -> SSTable:
@@ -295,7 +313,7 @@ class KvMaintenance:
                     kv.fail(error)  # what a repeated commit would be told is known again after the next open
                     raise
                 hit("lsm.load.remembered")
-        self._compact_due.set()
+        self.wake()
 
     def _levelled(self, loaded: Sequence[SSTable]) -> list[SSTable]:
         """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""

@@ -495,16 +495,16 @@ class ReadTxn:
             return None
         return table.key.unpack(raw_key), table.rows.decode(raw_key, value)
 
-    def owners(self, table: t.Table[Any]) -> Iterator[int]:
-        """The databases that have rows in a table whose key begins with one; one look per database."""
-        rest = (0,) * (len(table.key.fields) - 1)
-        owner = -1
-        while owner < U32_MAX:
-            first = next(iter(self.raw_scan(table, start=(owner + 1, *rest))), None)
-            if first is None:
-                return
-            owner = int.from_bytes(first[0][:4], "big")  # a damaged key has its first bytes, too
-            yield owner
+    def owners(self, table: t.Table[Any], *, start: int = 0) -> Iterator[int]:
+        """The databases, from an id on, that have rows in a table whose key begins with one; one look per database."""
+        try:
+            cursor = self._cursor(table.name)
+            while cursor is not None and start <= U32_MAX and cursor.set_range(start.to_bytes(4, "big")):
+                owner = int.from_bytes(cursor.key()[:4], "big")  # a damaged key has its first bytes, too
+                yield owner
+                start = owner + 1
+        except lmdb.Error as error:
+            raise self._explain(error) from error
 
     def audit(self, db_id: int, *, since_ms: int = 0, until_ms: int | None = None) -> Iterator[AuditEntry]:
         """What happened to one database in [since, until), oldest first."""

@@ -286,14 +286,23 @@ class SnapshotRetention:
         origins = self._manifest.snapshots.origins(plan.db_id, [snapshot.snapshot_id for snapshot in dropped])
         return [*ops, *self._manifest.jobs.deletions(origins)]
 
-    def databases(self) -> list[tuple[int, RetentionRecord]]:
-        """(database, policy) of every database that has one. A policy whose row is damaged is left out, and reported: nothing
-        is made and nothing is dropped by it."""
+    def policies(self, db_ids: Iterable[int]) -> list[tuple[int, RetentionRecord]]:
+        """(database, policy) of those that have one. A policy whose row is damaged is left out, and reported: nothing is made
+        and nothing is dropped by it."""
         policies = []
         with self._manifest.read() as txn:
-            for key, raw in txn.raw_scan(t.RETENTION):
+            for db_id in db_ids:
                 try:
-                    policies.append((t.RETENTION.key.unpack(key)[0], t.RETENTION.rows.decode(key, raw)))
+                    policy = txn.get(t.RETENTION, db_id)
                 except ManifestDamaged as error:
                     emit("error", "retention.damaged", error=str(error))
+                    continue
+                if policy is not None:
+                    policies.append((db_id, policy))
         return policies
+
+    def databases(self) -> list[tuple[int, RetentionRecord]]:
+        """The same of every database that has one."""
+        with self._manifest.read() as txn:
+            db_ids = list(txn.owners(t.RETENTION))
+        return self.policies(db_ids)

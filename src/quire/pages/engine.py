@@ -1,11 +1,12 @@
 """The page engine of a store: opens its page databases, and does what time asks for.
 
-A database is recovered before it is opened, and opened once per process. The ticker looks at all open databases: heartbeats,
-readers that ran out, syncs nobody waited for, publication (at 4 MiB, after a second, or when a segment has ended, P6),
-sealing. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and goes on with the others
-(M12). Closing syncs, seals and publishes, so that nothing is left to recover. Readers of other processes (`published.py`,
-`remote.py`) hold the floor as those of this one do (M10). After fork() the child's engine is closed: files and threads are the
-parent's (M12).
+A database is recovered before it is opened, and opened once per process; those that nobody uses are closed, the longest
+unused first (N1). The ticker looks at open databases in which something goes on, and now and then at those that rest:
+heartbeats, readers that ran out, syncs nobody waited for, publication (at 4 MiB, after a second, or when a segment has ended,
+P6), sealing, closing what is idle. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and
+goes on with the others (M12). Closing syncs, seals and publishes, so that nothing is left to recover. Readers of other
+processes (`published.py`, `remote.py`) hold the floor as those of this one do (M10). After fork() the child's engine is
+closed: files and threads are the parent's (M12).
 
 Threads: any; the ticker has one. Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`,
 `ConfigMismatch`, `StoreClosed`; `Corruption` of a damaged WAL: `open_damaged` reads what the manifest knows, `salvage=True`
@@ -25,6 +26,7 @@ from quire.core.clock import Clock
 from quire.core.errors import DatabaseTombstoned, QuireError, ReadOnly, StoreClosed
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey
+from quire.core.open_set import OpenSet
 from quire.core.settings import PagesSettings
 from quire.durable.files import Disk
 from quire.manifest.snapshots import Anchor, ForkOptions, SnapshotInfo
@@ -53,6 +55,9 @@ from quire.pages.wal import Wal, WalStart
 
 TICK_SECONDS = 0.25
 """Between two looks: a quarter of the shortest interval anything here has."""
+
+RESTING_TICKS = 20
+"""Databases in which nothing goes on are looked at with every so many ticks, and idle ones closed: five seconds."""
 
 Upload = Callable[[Sequence[ArtifactKey]], None]
 """Has artifacts put into the object store, and returns when they are there."""
@@ -118,7 +123,9 @@ class PageEngine:
         self._lock = threading.Lock()
         self._gates: dict[int, threading.Lock] = {}
         """One per database: opening one does not hold up the others."""
-        self._open: dict[int, PageStore] = {}
+        self._open: OpenSet[PageStore] = OpenSet(
+            open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock
+        )
         self._published_at: dict[int, float] = {}
         self._complaints: dict[int, str] = {}
         """What the ticker has reported last, so that it says it once."""
@@ -139,26 +146,62 @@ class PageEngine:
             db_id, record = find_database(txn, db)
         shape = fix_shape(self._manifest, db_id, record, page_size, self._settings.page_size)
         with self._gate(db_id):
-            former = self._open.get(db_id)
-            if former is not None and former.wal.failure is None:
-                return former
-            if former is not None:
-                # It has become unusable (M12): what was opened before stays so, but its readers stay protected, and read on.
-                former.wal.abandon(StoreClosed("the database was opened anew", db_id=db_id))
-            start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
-            store = self._make(db_id, shape, start, former.readers if former is not None else None)
             with self._lock:
-                closed = self._closed
-                if not closed:
-                    self._open[db_id] = store
-                    self._start_ticker()
-            if closed:  # meanwhile, and what it has closed did not include this one
-                store.wal.close()
-                raise StoreClosed("the store is closed", hint="open it again")
-            self.quota.forget(db_id)
-            if former is not None:
-                former.wal.recent = {}  # published by recovery: its readers find it in the index from now on
-            return store
+                known = self._open.get(db_id)
+            if known is not None and known.wal.failure is None:
+                return known
+            store = self._open_anew(db_id, shape, known, salvage=salvage)
+            with self._lock:
+                surplus = self._open.surplus()
+        for other in surplus:
+            self._close_unused(other)
+        return store
+
+    def _open_anew(self, db_id: int, shape: PageShape, former: PageStore | None, *, salvage: bool) -> PageStore:
+        """REQUIRES the database's gate."""
+        if former is not None:
+            # It has become unusable (M12): what was opened before stays so, but its readers stay protected, and read on.
+            former.wal.abandon(StoreClosed("the database was opened anew", db_id=db_id))
+        start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
+        core = self._make(db_id, shape, start, former.readers if former is not None else None)
+        with self._lock:
+            if not self._closed:
+                store = self._open.add(db_id, core)
+                self._start_ticker()
+            closed = self._closed
+        if closed:  # meanwhile, and what it has closed did not include this one
+            core.wal.close()
+            raise StoreClosed("the store is closed", hint="open it again")
+        self.quota.forget(db_id)
+        if former is not None:
+            former.wal.recent = {}  # published by recovery: its readers find it in the index from now on
+        return store
+
+    def close_idle(self) -> int:
+        """Close databases that nobody has used for a while; how many."""
+        with self._lock:
+            idle = self._open.idle()
+        return sum(map(self._close_unused, idle))
+
+    def _close_unused(self, db_id: int) -> bool:
+        """Close a database, unless somebody holds, reads, writes or opens it; whether it is closed now."""
+        with self._lock:
+            gate = self._gates.setdefault(db_id, threading.Lock())
+        if not gate.acquire(blocking=False):
+            return False
+        try:
+            with self._lock:  # a handle is given under the gate: nobody gets one from here on
+                store = None if self._closed or self._open.is_held(db_id) else self._open.peek(db_id)
+            if store is None or store.is_busy:
+                return False
+            try:
+                store.close()
+            except QuireError as error:  # it is recovered by whoever opens it next
+                emit("error", "pages.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
+            self._forget(store)
+            return True
+        finally:
+            gate.release()
 
     @contextmanager
     def _gate(self, db_id: int) -> Iterator[None]:
@@ -226,7 +269,7 @@ class PageEngine:
         with self._manifest.read() as txn:
             db_id = txn.database_id(db) if isinstance(db, str) else db
         with self._gate(db_id):
-            store = self._open.get(db_id)
+            store = self._open.peek(db_id)
             if store is None:
                 return
             try:
@@ -236,8 +279,9 @@ class PageEngine:
 
     def _forget(self, store: PageStore) -> None:
         with self._lock:
-            if self._open.get(store.db_id) is store:
-                del self._open[store.db_id]
+            opened = self._open.peek(store.db_id)
+            if opened is not None and opened.wal is store.wal:
+                self._open.pop(store.db_id)
             self._published_at.pop(store.db_id, None)
             self._complaints.pop(store.db_id, None)
         store.readers.retire_all()
@@ -247,7 +291,7 @@ class PageEngine:
     def stores(self) -> list[PageStore]:
         """The databases that are open."""
         with self._lock:
-            return list(self._open.values())
+            return self._open.cores()
 
     def _locate(self, origin: int, segment_id: int) -> SegmentPlace | None:
         with self._manifest.read() as txn:
@@ -257,7 +301,7 @@ class PageEngine:
     @changes
     def flush(self, db_id: int) -> None:
         """Have everything that is written sealed, durable and published; nothing if the database is not open."""
-        if (store := self._open.get(db_id)) is not None:
+        if (store := self._open.peek(db_id)) is not None:
             self._flush(store)
 
     def _flush(self, store: PageStore) -> Mark:
@@ -267,14 +311,14 @@ class PageEngine:
 
     def floor(self, db_id: int) -> int:
         """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
-        store = self._open.get(db_id)
+        store = self._open.peek(db_id)
         if store is not None and store.wal.failure is None:
             store.wal.publish()  # no floor is above what is published
         return self._floors.floor(db_id, store)
 
     def readers(self, db_id: int) -> list[Lease]:
         """Who reads a database, oldest version first: in this process, in others, and clients."""
-        store = self._open.get(db_id)
+        store = self._open.peek(db_id)
         return store.readers.peek() if store is not None else self._floors.others(db_id)
 
     # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
@@ -378,16 +422,25 @@ class PageEngine:
             self._ticker.start()
 
     def _run(self) -> None:
+        ticks = 0
         while not self._stopping.is_set():
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
+            ticks += 1
             self.quota.tick()
             self._files.tick()
             self.sources.drop_unused()
-            for store in self.stores():
-                if self._stopping.is_set():
-                    return
+            self.tick_all(resting=ticks % RESTING_TICKS == 0)
+
+    def tick_all(self, *, resting: bool = True) -> None:
+        """Everything that is due for open databases, with or without those in which nothing goes on."""
+        for store in self.stores():
+            if self._stopping.is_set():
+                return
+            if resting or not store.rests:
                 self._tick_safely(store)
+        if resting:
+            self.close_idle()
 
     def _tick_safely(self, store: PageStore) -> None:
         """Tick one database and report its failure; the ticker lives on, or nothing would be published any more."""
@@ -454,7 +507,7 @@ class PageEngine:
         self._closed = True
         self._lock = threading.Lock()
         self._gates = {}
-        for store in self._open.values():
+        for store in self._open.cores():
             store.wal.forked()
             store.readers.forked()
         self._published.forked()

@@ -157,6 +157,16 @@ class PageStore:
             return False
         return False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody reads or writes it now, or must still learn that it has failed."""
+        return bool(len(self.readers)) or self._write_lock.locked() or self.wal.failure is not None
+
+    @property
+    def rests(self) -> bool:
+        """Whether time asks for nothing: no readers, nothing that is not sealed and published."""
+        return not len(self.readers) and self.wal.rests
+
     def close(self) -> None:
         """Leave nothing to recover; of a database that was dropped nothing is published any more. For the engine."""
         if self.is_dropped:

@@ -1,9 +1,12 @@
 """How much WAL may wait for a checkpoint: per database and for the store; who is over it waits in `begin` (P7).
 
 *Used* is what the file system has given to a database's own segments that no checkpoint has absorbed, an open one's zeros
-included; what a fork has inherited is its origin's. A database is given room when the manifest is looked at, and asks again
+included; what a fork has inherited is its origin's. A database is given room when its rows are looked at, and asks again
 when that is used up: passing costs a comparison. Room is what its own budget and the store's leave, so its own is overrun by
 at most one transaction. The store's is shared by all who are given room between two ticks; each tick gives it anew.
+
+The first writer of all has every database looked at; after it a database is looked at alone. The store's total may then be too
+high (a checkpoint of a database that is not open made it smaller), never too low: so who is refused by it looks at all again.
 
 Threads: any. Raises `QuotaExceeded`, which names what blocks: the oldest reader, or the oldest segment.
 """
@@ -20,12 +23,14 @@ from quire.core.settings import PagesSettings
 from quire.durable.names import WalSegmentFile
 from quire.durable.space import given_bytes
 from quire.manifest import tables as t
-from quire.manifest.records import DbKind, WalState
+from quire.manifest.records import WalFormat, WalState
 from quire.manifest.store import ManifestStore
 from quire.pages.pagestore import PageStore
 
 LOOK_SECONDS = 0.05
 """Between two looks of who waits."""
+LOOK_SHARE = 10
+"""Looking at all databases takes at most one part in so many of the time: with very many of them it takes long."""
 
 _UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 _WAITING = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
@@ -57,10 +62,14 @@ class StorageQuota:
         self._appended: dict[int, int] = {}
         """Database → what it had appended by then."""
         self._total = 0
+        self._left = 0
+        """What the store's budget left at the last tick or look."""
+        self._next_look = 0.0
+        """When all databases may be looked at again."""
 
     def used(self, db_id: int) -> int:
         """Bytes of WAL of a database that no checkpoint has absorbed."""
-        self._look()
+        self._look_at(db_id)
         return self._used.get(db_id, 0)
 
     def seen(self, db_id: int) -> int:
@@ -90,7 +99,9 @@ class StorageQuota:
     def wait(self, store: PageStore, timeout: float) -> None:
         """Return when the database and the store have room, or raise. Called when a database has used up what it was given."""
         deadline = self._clock.monotonic() + timeout
-        self._look()
+        self._look_at(store.db_id, store)
+        if store.wal.appended_bytes >= store.room_until:
+            self._look()
         while store.wal.appended_bytes >= store.room_until:
             if self._stopping.is_set():
                 raise StoreClosed("the store is closed", hint="open it again")
@@ -100,21 +111,41 @@ class StorageQuota:
             self._look()
 
     def _look(self) -> None:
+        """Look at all databases, unless that was done a moment ago."""
         with self._lock:
+            if (started := self._clock.monotonic()) < self._next_look:
+                return
             stores = {store.db_id: store for store in self._stores()}
             used: dict[int, int] = {}
             # Before the manifest is asked: what is appended meanwhile is counted twice rather than not at all.
             appended = {db_id: store.wal.appended_bytes for db_id, store in stores.items()}
             with self._manifest.read() as txn:
-                databases = [db_id for db_id, record in txn.databases() if record.kind is DbKind.PAGES]
-                for db_id in databases:
-                    used[db_id] = sum(
-                        given_bytes(self._path(db_id, segment_id))
-                        for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
-                        if row.origin_db_id == db_id and row.state in _UNABSORBED
-                    )
+                for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
+                    if row.origin_db_id == db_id and row.state in _UNABSORBED and row.format is WalFormat.PAGER:
+                        used[db_id] = used.get(db_id, 0) + given_bytes(self._path(db_id, segment_id))
             self._used, self._appended, self._total = used, appended, sum(used.values())
+            self._next_look = started + (self._clock.monotonic() - started) * LOOK_SHARE
             self._give()
+
+    def _look_at(self, db_id: int, store: PageStore | None = None) -> None:
+        """Look at one database; at all of them if nobody has done that."""
+        if not self._next_look:
+            self._look()
+        with self._lock:
+            appended = store.wal.appended_bytes if store is not None else 0
+            with self._manifest.read() as txn:
+                used = sum(
+                    given_bytes(self._path(db_id, segment_id))
+                    for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
+                    if row.origin_db_id == db_id and row.state in _UNABSORBED and row.format is WalFormat.PAGER
+                )
+            more = used - self._used.get(db_id, 0)
+            self._total += more
+            self._left -= more
+            self._used[db_id] = used
+            if store is not None:
+                self._appended[db_id] = appended
+                self._give_to(store)
 
     def _path(self, db_id: int, segment_id: int) -> str:
         return os.path.join(self._root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
@@ -123,12 +154,18 @@ class StorageQuota:
         """Give each database the room its budget and the store's leave. REQUIRES the lock. A database that was never
         looked at gets nothing: its first writer looks."""
         stores = [store for store in self._stores() if store.db_id in self._appended]
-        fresh = {store.db_id: store.wal.appended_bytes - self._appended[store.db_id] for store in stores}
-        left = self._settings.store_wal_bytes_max - self._total - sum(fresh.values())
+        fresh = sum(store.wal.appended_bytes - self._appended[store.db_id] for store in stores)
+        self._left = self._settings.store_wal_bytes_max - self._total - fresh
         for store in stores:
-            own = self._settings.wal_bytes_max - self._used.get(store.db_id, 0) - fresh[store.db_id]
-            # One byte more: who has exactly used its budget may still begin.
-            store.room_until = store.wal.appended_bytes + max(min(own, left) + 1, 0)
+            self._give_to(store)
+
+    def _give_to(self, store: PageStore) -> None:
+        """Give one database room. REQUIRES the lock."""
+        appended = store.wal.appended_bytes
+        fresh = appended - self._appended[store.db_id]
+        own = self._settings.wal_bytes_max - self._used.get(store.db_id, 0) - fresh
+        # One byte more: who has exactly used its budget may still begin.
+        store.room_until = appended + max(min(own, self._left) + 1, 0)
 
     def _exceeded(self, store: PageStore) -> QuotaExceeded:
         used = self._used.get(store.db_id, 0)

@@ -357,6 +357,18 @@ class Wal:
         """Whether a segment has ended whose row does not say so yet."""
         return bool(self._publication.ended)
 
+    @property
+    def rests(self) -> bool:
+        """Whether everything that was written is sealed and published, and no file waits for more."""
+        waiting = self._publication
+        return (
+            self._segment is None
+            and not waiting.ended
+            and waiting.added_bytes == waiting.published_bytes
+            and self.written.lsn == self.durable.lsn
+            and not self._maker.has_spare
+        )
+
     def prepare(self) -> bool:
         """Have the next file ready, if the open segment is a large one and half full; whether one was made."""
         segment = self._segment

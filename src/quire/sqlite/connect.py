@@ -100,7 +100,10 @@ class SqliteDatabases:
         self._opened = threading.local()
         # guarded by _lock
         self._lock = threading.Lock()
-        self._databases: dict[int, SharedDatabase] = {}
+        self._databases: weakref.WeakValueDictionary[int, SharedDatabase] = weakref.WeakValueDictionary()
+        """Those that have connections: without any, the page engine may close the database."""
+        self._lately: dict[int, SharedDatabase] = {}
+        """Those that had one lately: they are kept for the next connection until nobody has committed for a second or two."""
         self._files: weakref.WeakSet[LiveFile | ReadOnlyFile] = weakref.WeakSet()
         self._keeper: threading.Thread | None = None
         self._closed = False
@@ -201,7 +204,11 @@ class SqliteDatabases:
 
     def _database(self, db_id: int) -> SharedDatabase:
         with self._lock:
-            return self._databases.setdefault(db_id, SharedDatabase(db_id, self._engine, self._manifest))
+            database = self._databases.get(db_id)
+            if database is None:
+                database = self._databases[db_id] = SharedDatabase(db_id, self._engine, self._manifest)
+            self._lately[db_id] = database
+            return database
 
     # ── what SQLite opens ─────────────────────────────────────────────────────────────────────────────────────────────
     def _open_file(self, name: str, parameters: Mapping[str, str], create: bool) -> tuple[VfsFile, bool]:
@@ -258,7 +265,9 @@ class SqliteDatabases:
         with self._lock:
             files, databases = list(self._files), list(self._databases.values())
         for database in databases:
-            database.newest.rest()
+            if database.newest.rest():
+                with self._lock:
+                    self._lately.pop(database.db_id, None)
         for file in files:
             if renew:
                 file.renew()

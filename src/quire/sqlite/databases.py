@@ -140,12 +140,15 @@ class NewestPages:
             recall.pages.update({page: (lsn, image) for page, image in images.items()})
         recall.upto = lsn
 
-    def rest(self) -> None:
-        """Forget the pages when nobody has committed since the last call: they are of use as long as somebody commits."""
+    def rest(self) -> bool:
+        """Forget the pages when nobody has committed since the last call: they are of use as long as somebody commits. Whether
+        that was so."""
         upto = self.recall.upto
-        if upto == self._rested:
+        rests = upto == self._rested
+        if rests:
             self.forget()
-        self._rested = upto
+        self._rested = self.recall.upto
+        return rests
 
     def forget(self) -> None:
         """Begin anew."""

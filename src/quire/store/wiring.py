@@ -258,7 +258,9 @@ class Wiring:
         """The owner's maintenance."""
         return self._once(
             "upkeep",
-            lambda: Upkeep(self.context, self.worker, self.snapshot, self._sweep_versions, self.window),
+            lambda: Upkeep(
+                self.context, self.worker, self.snapshot, self._sweep_versions, self.window, self._close_idle
+            ),
         )
 
     @property
@@ -292,6 +294,10 @@ class Wiring:
             return 0
         self.kv.record_ends()
         return self.kv.sweep()
+
+    def _close_idle(self) -> int:
+        """Key-value sets that nobody uses; page databases and streams are closed by the threads of their engines."""
+        return self.kv.close_idle() if "kv" in self._made else 0
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, db: int | str, name: str, tags: dict[str, str] | None) -> SnapshotInfo:

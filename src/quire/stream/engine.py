@@ -1,9 +1,10 @@
 """The streams of a store: opens them, moves their segments in the background, and lets go of what was dropped.
 
 The store's manifest has a row of kind `stream` for each; a stream's own manifest log is the truth about its segments (S1).
-Each is opened once per process; one that has become unusable (M12) is recovered by the next `open`. The mover, a thread,
-gives every open stream a round of upkeep, again and again. Dropping a stream takes its row; its files and the objects of its
-log go with the next sweep, its segments' objects with the database's delete job.
+Each is opened once per process; one that has become unusable (M12) is recovered by the next `open`. Those that nobody uses are
+closed, the longest unused first (N1). The mover, a thread, gives open streams a round of upkeep again and again: those that
+have changed, and those that rest now and then. Dropping a stream takes its row; its files and the objects of its log go with
+the next sweep, its segments' objects with the database's delete job.
 
 Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `ReadOnly`, `StoreClosed`, `StoreLocked`."""
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from quire.core.background import Background
 from quire.core.barrier import changes, may_change
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
@@ -35,6 +37,7 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.events import emit
+from quire.core.open_set import OpenSet
 from quire.core.refusal import refuse
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk, remove_tree
@@ -60,6 +63,13 @@ if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.objects.api import ObjectStore
     from quire.stream.repair import StreamSurvey
+
+
+RESTING_SECONDS = 30.0
+"""Between two rounds of upkeep for a stream that has not changed since a round that found nothing to do."""
+
+CLOSED_PER_ROUND = 64
+"""Idle streams that are closed in one round: each may sync, and opening others waits for it."""
 
 
 class StreamEngine:
@@ -93,13 +103,17 @@ class StreamEngine:
         self._settings = settings
         stored = load_mode(disk, root)
         self._log_settings = log_settings if stored is None else replace(log_settings, mode=stored)
-        self._background = background
+        self._background = Background("stream-keeper", threads_max=settings.threads) if background else None
         self._store_locked = store_locked
         self._stopping = threading.Event()
         self.cache: StreamCache = ByteCache(settings.cache_bytes)
         # guarded by _lock
         self._lock = threading.RLock()
-        self._open: dict[int, Stream] = {}
+        self._open: OpenSet[Stream] = OpenSet(
+            open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock
+        )
+        self._resting: dict[int, tuple[object, float]] = {}
+        """Stream → how it was after a round that found nothing to do, and until when that is believed."""
         self._seen: set[int] = set()
         """Ids of streams that were opened here."""
         self._mover: threading.Thread | None = None
@@ -118,18 +132,22 @@ class StreamEngine:
                 db = self._manifest.register_db(db, DbKind.STREAM)
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
-            stream = self._open.get(stream_id)
-            if stream is not None and stream.failure is None:
+            if (stream := self._usable(stream_id)) is not None:
                 return stream
-            if stream is not None:
-                stream.abandon()
+            if (former := self._open.pop(stream_id)) is not None:
+                former.abandon()
             if self._manifest.read_only:
-                stream = self._open[stream_id] = self._open_to_read(stream_id)
-                return stream
-            stream = self._open[stream_id] = self._recover(stream_id)
+                return self._open.add(stream_id, self._open_to_read(stream_id))
+            stream = self._open.add(stream_id, self._recover(stream_id))
             self._seen.add(stream_id)
+            self._close_unused(self._open.surplus())
             self._start()
             return stream
+
+    def _usable(self, stream_id: int) -> Stream | None:
+        """An open stream that has not failed. REQUIRES the lock."""
+        stream = self._open.get(stream_id)
+        return stream if stream is not None and stream.failure is None else None
 
     def _open_to_read(self, stream_id: int) -> Stream:
         return ReadOnlyStream(
@@ -182,7 +200,7 @@ class StreamEngine:
             self._require()
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
-            stream = self._open.pop(stream_id, None)
+            stream = self._open.pop(stream_id)
             if stream is not None:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
@@ -202,13 +220,13 @@ class StreamEngine:
         with self._lock:
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
-            known = self._open.get(stream_id)
-            if known is None or known.failure is not None:
+            known = self._usable(stream_id)
+            if known is None:
                 stream = self.open(stream_id)
                 try:
                     yield stream, False
                 finally:
-                    self._open.pop(stream_id, None)
+                    self._open.pop(stream_id)
                     stream.close()
                 return
         yield known, True
@@ -220,7 +238,7 @@ class StreamEngine:
     def streams(self) -> list[Stream]:
         """Those that are open."""
         with self._lock:
-            return list(self._open.values())
+            return self._open.cores()
 
     @changes
     def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
@@ -268,7 +286,7 @@ class StreamEngine:
             self._require()
             save_mode(self._disk, self._root, wanted.value)
             self._log_settings = replace(self._log_settings, mode=wanted.value)
-            for stream in self._open.values():
+            for stream in self._open.cores():
                 try:
                     stream.switch(wanted)
                 except QuireError as error:
@@ -278,23 +296,28 @@ class StreamEngine:
 
     # ── the mover ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self) -> None:
-        if self._background and self._mover is None:
+        if self._background is not None and self._mover is None:
             self._mover = threading.Thread(target=self._move, name="quire-streams", daemon=True)
             self._mover.start()
 
     def _move(self) -> None:
         while not self._stopping.wait(self._settings.tick_seconds):
-            self.tick()
+            self.tick(resting=False)
+            self.close_idle()
 
     @changes
-    def tick(self) -> dict[int, Moved]:
-        """A round of upkeep for every open stream; what was done."""
+    def tick(self, *, resting: bool = True) -> dict[int, Moved]:
+        """A round of upkeep for open streams, with or without those that rest; what was done."""
         done = {}
         for stream in self.streams():
-            if stream.failure is not None:
+            if stream.failure is not None or (not resting and self._rests(stream)):
                 continue
             try:
-                done[stream.stream_id] = stream.tick()
+                moved = done[stream.stream_id] = stream.tick()
+                if moved.total or moved.failed:
+                    self._resting.pop(stream.stream_id, None)
+                else:
+                    self._resting[stream.stream_id] = (stream.mark(), self._clock.monotonic() + RESTING_SECONDS)
             except DatabaseTombstoned:  # dropped meanwhile: whoever drops it sweeps
                 pass
             except (StoreClosed, StoreUnusable) as error:
@@ -302,6 +325,29 @@ class StreamEngine:
             except QuireError as error:
                 emit("error", "stream.tick_failed", stream=stream.stream_id, error=str(error))
         return done
+
+    def _rests(self, stream: Stream) -> bool:
+        mark, until = self._resting.get(stream.stream_id, (None, 0.0))
+        return self._clock.monotonic() < until and mark == stream.mark()
+
+    def close_idle(self) -> int:
+        """Close streams that nobody has used for a while, some at a time; how many."""
+        with self._lock:
+            return 0 if self._closed else self._close_unused(self._open.idle()[:CLOSED_PER_ROUND])
+
+    def _close_unused(self, stream_ids: Iterable[int]) -> int:
+        """REQUIRES the lock: nobody opens one of them meanwhile."""
+        count = 0
+        for stream_id in stream_ids:
+            stream = self._open.pop(stream_id)
+            self._resting.pop(stream_id, None)
+            if stream is not None:
+                count += 1
+                try:
+                    stream.close()
+                except QuireError as error:  # it is recovered by whoever opens it next
+                    emit("error", "stream.close_failed", stream=stream_id, error=str(error))
+        return count
 
     # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> int:
@@ -313,11 +359,13 @@ class StreamEngine:
             except FileNotFoundError:
                 return 0
             with self._manifest.read() as txn:
-                live = {
-                    db_id
-                    for db_id, record in txn.every_database()
-                    if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
-                } | txn.refused_databases()
+                live = txn.refused_databases()
+                for stream_id in map(parse_stream_home, names):
+                    if stream_id is None or stream_id in live:
+                        continue
+                    record = txn.database(stream_id)
+                    if record is not None and record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED:
+                        live.add(stream_id)
             known = self._manifest.first_db_id
             for name in names:
                 stream_id = parse_stream_home(name)
@@ -327,7 +375,7 @@ class StreamEngine:
         return removed
 
     def _forget(self, stream_id: int) -> bool:
-        stream = self._open.pop(stream_id, None)
+        stream = self._open.pop(stream_id)
         if stream is not None:
             stream.abandon()
         try:
@@ -357,7 +405,7 @@ class StreamEngine:
         with self._manifest.read() as txn:
             stream_id = txn.database_id(db) if isinstance(db, str) else db
         with self._lock:
-            stream = self._open.pop(stream_id, None)
+            stream = self._open.pop(stream_id)
         if stream is not None:
             stream.close()
 
@@ -371,8 +419,10 @@ class StreamEngine:
             if self._closed:
                 return
             self._closed = True
-            opened, self._open = list(self._open.values()), {}
+            opened = [stream for stream_id in self._open if (stream := self._open.pop(stream_id)) is not None]
         close_all(opened)
+        if self._background is not None:
+            self._background.stop()
 
     def _require(self) -> None:
         if self._closed:
@@ -383,5 +433,7 @@ class StreamEngine:
         self._closed = True
         self._lock = threading.RLock()
         self._mover = None
-        for stream in self._open.values():
+        if self._background is not None:
+            self._background.forked()
+        for stream in self._open.cores():
             stream.forked()

@@ -325,10 +325,17 @@ class HotLog:
         self.waiters.wake()
         return True
 
+    def seconds_until_seal(self) -> float | None:
+        """In how many seconds the open segment is old enough to be sealed; `None` if there is none."""
+        segment = self.segment
+        if segment is None:
+            return None
+        return segment.opened_at + self._settings.seal_seconds - self._clock.monotonic()
+
     def is_due(self) -> bool:
         """Whether the open segment is old enough to be sealed."""
-        segment = self.segment
-        return segment is not None and self._clock.monotonic() - segment.opened_at >= self._settings.seal_seconds
+        seconds = self.seconds_until_seal()
+        return seconds is not None and seconds <= 0
 
     def _next_open(self, first: int, need: int) -> ActiveSegment:
         """End the open segment and begin the next, with room for so many bytes. REQUIRES `_writing`."""

@@ -210,6 +210,11 @@ class Ledger:
         with self._lock:
             self._project()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether LMDB has not been told of something."""
+        return bool(self._behind)
+
     def _project(self) -> None:
         if self._behind:
             self.projection.fold(self.view, self._behind)

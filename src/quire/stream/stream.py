@@ -2,8 +2,8 @@
 
 A record is opaque bytes with an id (from 1, rising by one except where the store was taken over, never used again) and a
 timestamp that never falls. A segment is a file of records; sealed when it is full or old, and immutable from then on. Tiers:
-0 hot, as it was written; 1 warm, compressed; 2 the object store. The keeper, the stream's own thread, syncs what nobody
-waits for, makes files ahead, and seals by time.
+0 hot, as it was written; 1 warm, compressed; 2 the object store. The keeper, a task in the background of all streams, syncs
+what nobody waits for, makes files ahead, and seals by time.
 
     append ──▶ open segment ──seal──▶ tier 0 ──compress──▶ tier 1 ──upload──▶ tier 2
                                         ▲                                       │
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from quire.core.background import Background, Task
 from quire.core.barrier import changes
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
@@ -130,8 +131,8 @@ def info_of(stream: Stream) -> StreamInfo:
     )
 
 
-IDLE_SECONDS = 0.5
-"""How long the keeper sleeps if nobody calls it."""
+RETRY_SECONDS = 0.5
+"""How long the keeper waits after a fault of the disk."""
 
 
 class Stream:
@@ -148,7 +149,7 @@ class Stream:
         settings: StreamSettings,
         clock: StreamClock,
         *,
-        background: bool,
+        background: Background | None,
         check_owner: Callable[[], None],
     ) -> None:
         # constant after construction
@@ -161,8 +162,9 @@ class Stream:
         self._store = store
         self._batches = threading.Lock()
         """Held while a query's batch is appended."""
-        self._bell = threading.Event()
-        self._stopping = threading.Event()
+        self._keeper: Task | None = background.task(self._keep) if background is not None else None
+        self._is_asked = False
+        """Whether the keeper was asked to sync, and has not begun."""
         self.ledger: Ledger = recovered.ledger
         self.hot = HotLog(
             files,
@@ -192,10 +194,8 @@ class Stream:
         self._rotation_due: float | None = None
         """In how many seconds the manifest log's chunk is to be sealed, as of the last round of the keeper."""
         self.ledger.told = self._ask  # the keeper learns of a chunk that is to be sealed
-        self._keeper: threading.Thread | None = None
-        if background:
-            self._keeper = threading.Thread(target=self._keep, name=f"quire-stream-{self.stream_id}", daemon=True)
-            self._keeper.start()
+        if self._keeper is not None:
+            self._keeper.ask()
 
     @classmethod
     def open(
@@ -211,10 +211,10 @@ class Stream:
         settings: StreamSettings,
         log_settings: ManifestLogSettings,
         cache: StreamCache | None = None,
-        background: bool = True,
+        background: Background | None = None,
         store_locked: bool = False,
     ) -> Stream:
-        """The stream, recovered; an empty one if there is none yet. `background=False`: nothing happens by itself.
+        """The stream, recovered; an empty one if there is none yet. Without a `background` nothing happens by itself.
 
         `store_locked`: the caller owns the store, so that the stream's log needs no lock of its own.
         """
@@ -312,18 +312,18 @@ class Stream:
 
     def read(self, start: int | None = None, stop: int | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: the first) to before `stop` (default: the end as it is now), from any tier."""
-        return self._reader.read(start, stop)
+        yield from self._reader.read(start, stop)  # so that an iterator keeps the stream open
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches with the columns id, timestamp and payload."""
-        return self._reader.read_batches(start, stop)
+        yield from self._reader.read_batches(start, stop)
 
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: what comes from now on), for ever; ends if none comes for `timeout` seconds.
 
         In an event loop: `async for record in quire.core.async_bridge.iterate(stream.tail())`.
         """
-        return self._reader.tail(start, timeout=timeout)
+        yield from self._reader.tail(start, timeout=timeout)
 
     def wait(self, record: int, timeout: float | None = None) -> bool:
         """Sleep until a record is durable; False if the time was up first."""
@@ -413,6 +413,11 @@ class Stream:
         """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""
         return self.upkeep.tick()
 
+    def mark(self) -> object:
+        """What differs from an earlier mark if upkeep may have something to do: segments, the log, what LMDB was not told."""
+        log = self.ledger.log
+        return self.ledger.view, self.ledger.is_behind, None if isinstance(log, AbsentLog) else log.committed
+
     # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def retention(self) -> Retention:
@@ -465,25 +470,24 @@ class Stream:
         return self.hot.failure
 
     def _ask(self) -> None:
-        if not self._bell.is_set():
-            self._bell.set()
+        if not self._is_asked:
+            self._is_asked = True
+            if self._keeper is not None:
+                self._keeper.ask(self._settings.sync_seconds)
 
-    def _keep(self) -> None:
-        """The keeper's loop."""
-        while not self._stopping.is_set():
-            rung = self._bell.wait(
-                IDLE_SECONDS if self._rotation_due is None else min(self._rotation_due, IDLE_SECONDS)
-            )
-            if rung and not self._stopping.wait(self._settings.sync_seconds):
-                self._bell.clear()
-            try:
-                self.keep(sync=rung)
-            except (StoreClosed, StoreUnusable):
-                return
-            except StorageFault as error:  # a full disk, say: what is pending stays, and is tried again
-                emit("warning", "stream.keeper_waits", stream=self.stream_id, error=str(error))
-                self._stopping.wait(IDLE_SECONDS)
-                self._bell.set()
+    def _keep(self) -> float | None:
+        """One round of the keeper; in how many seconds it is to come again."""
+        sync, self._is_asked = self._is_asked, False
+        try:
+            self.keep(sync=sync)
+        except (StoreClosed, StoreUnusable):
+            return None
+        except StorageFault as error:  # a full disk, say: what is pending stays, and is tried again
+            emit("warning", "stream.keeper_waits", stream=self.stream_id, error=str(error))
+            self._is_asked = True
+            return RETRY_SECONDS
+        due = [seconds for seconds in (self._rotation_due, self.hot.seconds_until_seal()) if seconds is not None]
+        return max(min(due), 0.0) if due else None
 
     def keep(self, *, sync: bool = True) -> None:
         """What the keeper does each time: sync, seal by time, a file ahead, LMDB, the rotation of the manifest log."""
@@ -497,10 +501,8 @@ class Stream:
         self._rotation_due = self.ledger.rotate_when_due()
 
     def _stop(self) -> None:
-        self._stopping.set()
-        self._bell.set()
-        if self._keeper is not None and self._keeper is not threading.current_thread():
-            self._keeper.join()
+        if self._keeper is not None:
+            self._keeper.stop()
 
     def close(self) -> None:
         """Sync, seal, and close. A second time: nothing."""
@@ -516,7 +518,6 @@ class Stream:
 
     def abandon(self) -> None:
         """Let everything go and write nothing more, as a crash would."""
-        self._stopping.set()
         self.upkeep.stop()
         self.hot.abandon(StoreClosed("the stream is closed", hint="open it again", stream_id=self.stream_id))
         self.ledger.log.abandon()
@@ -524,7 +525,6 @@ class Stream:
 
     def forked(self) -> None:
         """In the child of a fork()."""
-        self._stopping.set()
         self._keeper = None
         self.hot.forked()
         self._reader.failure = self.hot.failure

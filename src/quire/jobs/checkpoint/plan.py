@@ -424,14 +424,13 @@ def set_readers_aside(ctx: JobContext, db_id: int, floor: int) -> bool:
     return True
 
 
-def review_set_aside(ctx: JobContext) -> int:
-    """Keep what readers that were set aside still read, drop what nobody reads any more; how many were dropped."""
+def review_set_aside(ctx: JobContext, db_ids: Iterable[int]) -> int:
+    """Keep what readers of these databases that were set aside still read, drop what nobody reads any more; how many were
+    dropped."""
     if ctx.pages is None:
         return 0
     with ctx.manifest.read() as txn:
-        kept = [
-            (db_id, *snapshot) for db_id in txn.owners(t.SNAPSHOT_INDEX) for snapshot in reader_snapshots(txn, db_id)
-        ]
+        kept = [(db_id, *snapshot) for db_id in db_ids for snapshot in reader_snapshots(txn, db_id)]
     dropped, now = 0, ctx.clock.now_ms()
     for db_id, snapshot_id, row in kept:
         if any(is_kept(lease.lsn, [kept_range(row)]) for lease in ctx.pages.readers(db_id)):
