@@ -139,7 +139,7 @@ def test_a_store_that_refuses_to_open_says_so_shortly(run: Run, damage: Plant) -
 
 
 def test_a_database_that_is_closed_says_so_and_the_others_work(run: Run, path: Path, damage: Plant) -> None:
-    """Issue 19: one broken database kept the whole store shut."""
+    """One broken database kept the whole store shut."""
     damage((t.LIVE_LEAF, (1, 0), t.LIVE_LEAF.codec.encode(LeafRef(1, 77))))
     assert run("create", "x").code == 0
     with quire.open(path) as store:

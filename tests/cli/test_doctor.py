@@ -135,7 +135,7 @@ def test_it_fits_80_columns(path: Path) -> None:
 
 
 def test_what_a_verification_found_outlives_its_job(run: Run, path: Path) -> None:
-    """Issue 18: findings that are about no artifact were forgotten with the job."""
+    """Findings that are about no artifact were forgotten with the job."""
     with quire.open(path) as store:
         store.manifest.submit([RecordVerification(["kv log x: damaged"])]).result()
     assert "damage on record: kv log x: damaged" in " ".join(run("doctor", "--no-objects").out.split())

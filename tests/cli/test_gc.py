@@ -112,7 +112,7 @@ def test_a_job_that_fails_is_told(run: Run, path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
-    """Issue 19: nothing set `purge_after_ms`."""
+    """Nothing set `purge_after_ms`."""
 
     def purge_after() -> set[int]:
         with quire.open(shop) as store, store.manifest.read() as txn:
@@ -132,7 +132,7 @@ def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
 
 
 def test_an_owner_knows_how_long_a_lent_version_keeps_what_it_needs(garbage: Path) -> None:
-    """Issue 18: due times were by the grace alone."""
+    """Due times were by the grace alone."""
     with quire.open(garbage) as store:
         by_grace = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}
         leases = store.manifest.leases

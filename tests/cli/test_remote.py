@@ -145,7 +145,7 @@ def test_what_cannot_be_done_there_says_what_to_do(root: Path, arguments: list[s
 
 
 def test_following_beside_a_server_is_done_by_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue 19, A4: a file was followed by a process that owned the store, so nobody could make a snapshot meanwhile."""
+    """A file was followed by a process that owned the store, so nobody could make a snapshot meanwhile."""
     monkeypatch.chdir(tmp_path)
     with closing(sqlite3.connect("live.db")) as app:
         app.executescript("PRAGMA journal_mode=wal; create table t(x); insert into t values(1);")

@@ -87,7 +87,7 @@ def test_where_the_bytes_are(run: Run, shop: Path) -> None:
 
 
 def test_damage_of_a_file_that_is_no_artifact_is_told_by_verify_and_by_doctor(run: Run, path: Path) -> None:
-    """Issue 18: verify did not look at key-value tables, and doctor said that all is well about what was recorded."""
+    """Verify did not look at key-value tables, and doctor said that all is well about what was recorded."""
     with quire.open(path) as store:
         cart = store.kv("cart", create=True)
         cart.put(b"key", b"value")
@@ -115,7 +115,7 @@ def test_damage_of_a_file_that_is_no_artifact_is_told_by_verify_and_by_doctor(ru
 
 
 def test_doctor_tells_of_damaged_artifacts_and_of_failed_jobs(run: Run, shop: Path) -> None:
-    """Issue 18: doctor tells what is recorded."""
+    """Doctor tells what is recorded."""
     chunk = _checkpointed(run, shop)
     body = chunk.read_bytes()
     chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))

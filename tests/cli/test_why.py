@@ -53,7 +53,7 @@ def test_a_database_is_kept_by_its_snapshots_and_forks(run: Run, shop: Path) -> 
 
 
 def test_a_query_that_reads_is_a_reader_and_no_snapshot(run: Run, shop: Path) -> None:
-    """Issue 18: people saw what was lent to Spark as snapshots of theirs, in every list."""
+    """People saw what was lent to Spark as snapshots of theirs, in every list."""
     before = [run(*words).out for words in (("snapshot", "ls", "shop"), ("tree",), ("ls",))]
     with quire.open(shop) as store:
         lend(store.pages, ["shop"], 300)

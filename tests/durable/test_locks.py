@@ -160,7 +160,7 @@ def test_a_place_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
 
 
 def test_a_lock_says_when_its_path_names_another_file(tmp_path: Path) -> None:
-    """Issue 18: a lock file that is renamed leaves its holder with a lock that nobody else looks at."""
+    """A lock file that is renamed leaves its holder with a lock that nobody else looks at."""
     path = str(tmp_path / "store.lock")
     with FileLock.acquire(path) as lock:
         lock.verify()

@@ -112,7 +112,7 @@ def test_what_the_caller_knows_to_be_durable_is_never_called_torn(
 def test_a_damaged_end_is_not_a_torn_one_where_the_end_is_recorded_elsewhere(
     groups: list[list[bytes]], flip: int, data: st.DataObject
 ) -> None:
-    """Issue 18: a flipped bit in the last record, mark included, dropped a synced write after a clean close."""
+    """A flipped bit in the last record, mark included, dropped a synced write after a clean close."""
     log, _ = build(groups, closed=True)
     vouched = LogEnd(salt=SALT, end=len(log), link=scan(log, "x").link)
     assert scan(log, "x", vouched=vouched).payloads == flat(groups)
@@ -126,7 +126,7 @@ def test_a_damaged_end_is_not_a_torn_one_where_the_end_is_recorded_elsewhere(
 def test_a_sound_log_that_is_not_the_recorded_one_is_refused(
     groups: list[list[bytes]], others: list[list[bytes]]
 ) -> None:
-    """Issue 18: another database's log, or another history of the same one."""
+    """Another database's log, or another history of the same one."""
     log, ends = build(groups)
     vouched = LogEnd(salt=SALT, end=ends[-1], link=scan(log, "x").link)
     with pytest.raises(Corruption, match="another one"):

@@ -35,7 +35,7 @@ def _pool(limit: int = 4) -> OpenFiles:
 
 
 def test_a_file_that_is_not_used_has_no_descriptor_and_goes_on_when_it_is(tmp_path: Path) -> None:
-    """Issue 18: every database that was written kept a file open."""
+    """Every database that was written kept a file open."""
     pool = _pool()
     file = pool.open(str(tmp_path / "a"), create=True)
     file.write_at(b"one", 0)
@@ -206,7 +206,7 @@ def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
 
 # ── no descriptor left ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_process_without_descriptors_is_told_its_limit(tmp_path: Path) -> None:
-    """Issue 18: "check the disk" was the hint."""
+    """ "check the disk" was the hint."""
     error = translate(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "x", "opening")
     assert isinstance(error, TooManyOpenFiles)
     assert str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) in error.what

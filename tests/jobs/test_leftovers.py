@@ -142,7 +142,7 @@ def test_a_store_with_remote_objects_has_no_staging(world: World) -> None:
 def test_a_directory_that_cannot_be_read_is_reported_and_the_others_are_gone_through(
     local: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 18: the round ended there."""
+    """The round ended there."""
     pages = Path(local.root) / "pages"
     for name in ("00000001", "00000002"):
         cache = pages / name / "cache"

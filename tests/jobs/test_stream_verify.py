@@ -133,7 +133,7 @@ def test_logs_of_many_streams_are_checked_together(store: quire.Store, logs: lis
 
 
 def test_a_chunk_of_another_store_is_told(store: quire.Store, logs: list[Stream]) -> None:
-    """Issue 18: it has the name, the index and the records of ours."""
+    """It has the name, the index and the records of ours."""
     clicks, taps = logs
     objects = taps.ledger.log.objects
     assert objects is not None

@@ -94,7 +94,7 @@ def test_a_backup_is_made_listed_and_restored(run: Run) -> None:
 
 
 def test_a_damaged_database_says_which_command_repairs_it_and_that_does(run: Run, tmp_path: Path) -> None:
-    """Issue 18: a flipped bit in the last record dropped a synced write, and every check was content."""
+    """A flipped bit in the last record dropped a synced write, and every check was content."""
     for name in ("ann", "bob"):
         run("put", "cart", name, "1", "--create")
     assert run("repair", "cart", text=True) == (0, "cart needs no repair\n")

@@ -223,7 +223,7 @@ def test_writers_are_told_when_the_background_has_no_space(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.SHORT_WRITE])
 def test_a_write_that_was_refused_for_space_is_not_written_later(tmp_path: Path, fault: Fault) -> None:
-    """Issue 18: `DiskFull` means not done, after the next write and after opening again; a retry doubles nothing."""
+    """`DiskFull` means not done, after the next write and after opening again; a retry doubles nothing."""
     refused, number = 0, 0
     disk = FaultyDisk(OsDisk(), fault, operation="none")
     while disk.fired or not number:

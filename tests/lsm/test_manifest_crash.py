@@ -119,7 +119,7 @@ def test_when_abandoning_fails_too_nothing_more_is_taken(tmp_path: Path, monkeyp
 
 
 def test_a_log_that_nobody_has_recorded_is_not_abandoned_for_another(tmp_path: Path) -> None:
-    """Issue 18: an open knows the log that was recorded and the one behind it; a third was taken for another database's."""
+    """An open knows the log that was recorded and the one behind it; a third was taken for another database's."""
     home = home_in(tmp_path)
     manifest = Manifest.open(OsDisk(), home, StoreFacts(follower=cast(KvProjection, object())))
     manifest.update_lsn(1)

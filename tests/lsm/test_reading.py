@@ -18,7 +18,7 @@ from tests.manifest.helpers import eventually
 
 
 def test_scans_and_snapshots_do_not_wait_behind_a_stalled_writer(tmp_path: Path) -> None:
-    """Issue 19, B10: the writer waits for a flush that does not end, and a reader used to wait for the writer."""
+    """The writer waits for a flush that does not end, and a reader used to wait for the writer."""
     entered, go_on = threading.Event(), threading.Event()
 
     def stall(_: str) -> None:

@@ -1,6 +1,6 @@
 """What LMDB has recorded of a key-value database is compared with its files: damage is told, nothing acknowledged is removed.
 
-Issue 18: a flipped bit in the last record dropped a synced write, one in the manifest's last group had a log full of
+A flipped bit in the last record dropped a synced write, one in the manifest's last group had a log full of
 acknowledged writes swept, a lost snapshot read as an empty one; all of it in silence.
 """
 

@@ -199,7 +199,7 @@ def test_damage_of_the_store_is_found_by_its_rule_and_keeps_it_shut(path: str, r
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in SHUT])
 def test_damage_about_one_database_or_counter_is_found_by_its_rule_and_closes_that_one(path: str, name: str) -> None:
-    """Issue 19: the store opens, and whatever is sound can be read and written."""
+    """The store opens, and whatever is sound can be read and written."""
     rule, damage = EVERY[name]
     damaged(path, damage)
     assert rule in found_rules(path)

@@ -95,7 +95,7 @@ def test_a_delta_that_does_not_say_which_pages_may_be_all_of_them(manifest: Mani
     "bitmap", [b"no bitmap", BitMap([1, 2]).serialize()[:-1], BitMap.flip(BitMap(), 0, 1 << 31).serialize()]
 )
 def test_a_delta_whose_pages_cannot_be_is_damage(manifest: ManifestStore, db: int, bitmap: bytes) -> None:
-    """Issue 18: bytes were believed to be a bitmap, and a bitmap to be one of a chunk; the last is two billion pages."""
+    """Bytes were believed to be a bitmap, and a bitmap to be one of a chunk; the last is two billion pages."""
     write(manifest, db, {0: None})
     manifest.snapshots.publish(db, "a")
     with manifest.read() as txn:

@@ -384,7 +384,7 @@ def plant_cursor(manifest: ManifestStore, cursor_id: int, **fields: Any) -> None
 def test_a_cursor_beyond_the_head_is_clamped_to_it_when_the_store_is_opened(
     owner: Callable[[], ManifestStore],
 ) -> None:
-    """Issue 19: the whole store was refused."""
+    """The whole store was refused."""
     manifest = owner()
     fill(manifest, 4)
     cursor = manifest.feed.register(name="tail").cursor_id
@@ -400,7 +400,7 @@ def test_a_cursor_beyond_the_head_is_clamped_to_it_when_the_store_is_opened(
 def test_a_cursor_below_what_is_kept_is_clamped_closed_and_goes_on_when_it_is_resumed(
     owner: Callable[[], ManifestStore],
 ) -> None:
-    """Issue 19: the whole store was refused. Changes that it has missed are never skipped in silence."""
+    """The whole store was refused. Changes that it has missed are never skipped in silence."""
     manifest = owner()
     fill(manifest, 9)
     manifest.feed.register(name="tail")
@@ -428,7 +428,7 @@ def test_resuming_a_cursor_that_was_given_up_misses_only_what_is_gone(owner: Cal
 
 
 def test_a_store_without_maintenance_prunes_its_feed_when_it_is_opened(tmp_path: Path) -> None:
-    """Issue 19: only upkeep kept to `feed.retain_seconds`."""
+    """Only upkeep kept to `feed.retain_seconds`."""
     clock = ManualClock()
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False), feed=FeedSettings(retain_seconds=60))
     with quire.open(tmp_path / "s", settings=settings, clock=clock) as store:
@@ -441,7 +441,7 @@ def test_a_store_without_maintenance_prunes_its_feed_when_it_is_opened(tmp_path:
 
 
 def test_a_process_that_only_reads_looks_rarely_while_nothing_is_written(path: str) -> None:
-    """Issue 19: it looked fifty times a second."""
+    """It looked fifty times a second."""
     ManifestStore.open(path).close()
     with ManifestStore.open(path, mode="r") as manifest:
         looks: list[int] = []

@@ -327,14 +327,14 @@ LOCAL: list[Op] = [
 
 
 def test_ends_of_logs_are_recorded_of_key_value_databases_only(manifest: ManifestStore) -> None:
-    """Issue 18: the operation took any database."""
+    """The operation took any database."""
     does(manifest, register(1))
     with pytest.raises(WrongKind, match="key-value"):
         manifest.submit([RecordLsmEnds(1, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3)))]).result()
 
 
 def test_a_reserved_job_id_is_enqueued_once(manifest: ManifestStore) -> None:
-    """Issue 19: an id could be reserved, and nothing took it."""
+    """An id could be reserved, and nothing took it."""
     job_id = manifest.reserve_job_id()
     other = manifest.jobs.enqueue(JobKind.VERIFY)
     assert other > job_id

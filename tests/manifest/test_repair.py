@@ -45,7 +45,7 @@ def problems_of(path: str) -> list[Any]:
 
 
 def test_a_damaged_policy_is_restored_from_the_change_log_and_keeps_nobody_out(path: str) -> None:
-    """Issue 18: the store opens, the policy is nobody's until it is mended, and mended it is what it was."""
+    """The store opens, the policy is nobody's until it is mended, and mended it is what it was."""
     policy = RetentionRecord(keep_last=6, schedules=["daily"])
     with ManifestStore.open(path) as manifest:
         manifest.register_db("shop", DbKind.PAGES)

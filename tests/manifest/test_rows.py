@@ -125,7 +125,7 @@ def make_old(path: str, databases: int) -> dict[str, list[tuple[bytes, bytes]]]:
 
 
 def test_a_store_made_before_is_read_as_it_is_and_gets_its_checksums_from_its_next_owner(path: str) -> None:
-    """Issue 18: old files stay readable."""
+    """Old files stay readable."""
     old = make_old(path, 3)
     with ManifestStore.open(path, mode="r") as manifest:
         assert manifest.retention.get("db-2") == RetentionRecord(keep_last=3)

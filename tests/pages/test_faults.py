@@ -166,7 +166,7 @@ def test_closing_after_a_failure_closes_every_file(tmp_path: Path) -> None:
 
 
 def test_a_publication_of_before_does_not_meddle_with_recovery(tmp_path: Path) -> None:
-    """Issue 18: the ticker sealed what the recovery of a database that had failed was about to seal, and it did not open."""
+    """The ticker sealed what the recovery of a database that had failed was about to seal, and it did not open."""
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path=WAL_OF_FIRST)
     pages, model = Pages(tmp_path, disk=disk), Model()
     former = pages.database("first")

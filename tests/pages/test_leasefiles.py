@@ -106,7 +106,7 @@ def test_a_cut_or_copied_lease_is_none(record: LeaseRecord, data: st.DataObject)
 def test_a_signed_lease_is_refused_or_read_within_bounds(
     fields: tuple[int, ...], length: int | None, tags: bytes
 ) -> None:
-    """Issue 18: checksums that are right say nothing about numbers."""
+    """Checksums that are right say nothing about numbers."""
     reader = uuid.UUID(int=5)
     head = HEAD.pack(MAGIC, *fields, len(tags) if length is None else length, 0)[:-CRC_BYTES]
     crc = crc64(tags, crc64(head, crc64(reader.bytes)))
@@ -201,7 +201,7 @@ def test_a_silent_lease_is_given_up_after_a_whole_lease_by_the_owners_clock(
 
 
 def test_a_lease_whose_file_was_moved_is_not_held(tmp_path: Path, clock: ManualClock) -> None:
-    """Issue 18: the owner looks at names; a file that was moved away holds nothing, and its reader must know."""
+    """The owner looks at names; a file that was moved away holds nothing, and its reader must know."""
     lease = FileLease.take(OsDisk(), clock, str(tmp_path), db_id=7, lsn=40, tags={})
     assert lease.beat()
     os.rename(lease.path, lease.path + ".moved")

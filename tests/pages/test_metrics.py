@@ -86,7 +86,7 @@ class _Recorder(ModuleType):
 def test_the_reads_of_a_scan_are_spans_with_the_epochs_that_answered(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 19, A3: only single reads were."""
+    """Only single reads were."""
     store, model = pages.database(), Model()
     for page in range(3):
         write(store, model, {page: image()})

@@ -93,7 +93,7 @@ def test_what_is_lent_can_be_read_until_the_lease_ends_and_goes_then(pages: Page
 
 
 def test_lending_is_no_snapshot_and_no_change(pages: Pages) -> None:
-    """Issue 18: a few reads of 200 databases left 1,216 snapshots and 3,883 changes."""
+    """A few reads of 200 databases left 1,216 snapshots and 3,883 changes."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     lend(pages.engine, ["shop"], SECONDS)

@@ -34,7 +34,7 @@ def interrupt(_: str) -> None:
 
 # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_segment_doubles_only_if_the_one_before_was_filled(tmp_path: Path) -> None:
-    """Issue 18: each new segment doubled, however empty the last one was."""
+    """Each new segment doubled, however empty the last one was."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     for _ in range(10):
@@ -55,7 +55,7 @@ def test_a_segment_doubles_only_if_the_one_before_was_filled(tmp_path: Path) -> 
 
 
 def test_a_sealed_segment_keeps_only_its_used_bytes(tmp_path: Path) -> None:
-    """Issue 18: sealed and pinned files kept their zeros."""
+    """Sealed and pinned files kept their zeros."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     for number in range(5):
@@ -142,7 +142,7 @@ def test_the_budget_counts_what_the_file_system_has_given(tmp_path: Path) -> Non
 
 # ── files without a row ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_segments_newer_than_a_restored_manifest_are_quarantined(tmp_path: Path) -> None:
-    """Issue 18: a manifest from an older copy has no rows of segments with acknowledged commits; opening deleted them."""
+    """A manifest from an older copy has no rows of segments with acknowledged commits; opening deleted them."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     write(store, model, {0: image()})

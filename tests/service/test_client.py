@@ -107,7 +107,7 @@ def test_checkpoint_and_merge_run_at_the_owner(client: Client) -> None:
 
 
 def test_a_checkpoint_of_a_stream_runs_at_the_owner(client: Client, store: Store) -> None:
-    """Issue 19, A4: the page says "the same", and a client got `WrongKind`."""
+    """The page says "the same", and a client got `WrongKind`."""
     clicks = store.stream("clicks", create=True)
     clicks.append([b"one", b"two"]).result()
     clicks.seal()

@@ -158,7 +158,7 @@ def test_values_are_what_sqlite_can_store() -> None:
 
 
 def test_a_lent_version_is_no_snapshot_and_goes_by_itself(client: Client, shop: Store) -> None:
-    """Issue 18: people saw what was lent to Spark as snapshots of theirs."""
+    """People saw what was lent to Spark as snapshots of theirs."""
     lent = client.lend(["shop"], 60)
     (view,) = lent.views
     assert (view.snapshot_id, view.name, view.size_pages > 0) == (0, "", True)

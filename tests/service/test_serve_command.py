@@ -60,7 +60,7 @@ def test_it_says_where_it_listens_serves_and_ends_well(serve: Serve, path: Path,
 
 
 def test_what_is_ignored_stays_ignored(path: Path) -> None:
-    """Issue 18: `nohup quire serve &` was ended by an interrupt that was meant for others."""
+    """`nohup quire serve &` was ended by an interrupt that was meant for others."""
     quire.open(path).close()
     command = [sys.executable, "-m", "quire", "serve", "--store", str(path)]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

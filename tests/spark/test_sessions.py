@@ -55,7 +55,7 @@ def test_another_python_may_be_named_for_workers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_filters_of_sparks_are_not_pushed_to_sources(spark: SparkSession) -> None:
-    """Issue 18: a reader that takes them answers later queries with them, so no session of ours has it on."""
+    """A reader that takes them answers later queries with them, so no session of ours has it on."""
     assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "false"
     assert not [name for name in sessions.settings_of("local[*]", "", None) if "filterPushdown" in name]
 

@@ -68,7 +68,7 @@ def rows(store: Store) -> int:
 
 
 def test_many_reads_of_many_databases_leave_no_snapshot_and_no_change(store: Store, clock: ManualClock) -> None:
-    """Issue 18: a few reads of 200 databases left 1,216 snapshots and 3,883 changes, shown to people as theirs."""
+    """A few reads of 200 databases left 1,216 snapshots and 3,883 changes, shown to people as theirs."""
     for number in range(DATABASES):
         fill(store, f"tenant-{number:03d}")
     read(*planned(store, SqliteSource, databases="tenant-*", table="t"))  # whose logs were open are sealed now

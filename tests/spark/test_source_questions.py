@@ -1,6 +1,6 @@
 """Every source answers every question on one DataFrame as it answers it alone, whatever was asked of it before.
 
-Issue 18: a reader that took Spark's filters kept them, so `count()` gave 1000, a filter 4, and `count()` again 4. What Spark
+A reader that took Spark's filters kept them, so `count()` gave 1000, a filter 4, and `count()` again 4. What Spark
 keeps of a source between queries must not change what it answers.
 """
 

@@ -81,7 +81,7 @@ def test_a_snapshot_stays_what_it_was_by_name_and_by_id(owner: Owned) -> None:
 
 
 def test_a_query_without_a_snapshot_leaves_none(owner: Owned) -> None:
-    """Issue 18: what a query reads is kept by a lease, which people do not see as a snapshot."""
+    """What a query reads is kept by a lease, which people do not see as a snapshot."""
     owner.read("quire.sqlite", database="shop", table="pairs").collect()
     before = [owner.store.feed.head(), owner.store.manifest.snapshots.of("shop")]
     owner.read("quire.sqlite", database="shop", table="pairs", keep_seconds=60).collect()

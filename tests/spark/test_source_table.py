@@ -81,7 +81,7 @@ def test_a_key_that_does_not_fit_is_refused(key: str) -> None:
 
 
 def test_filters_mean_the_same_where_a_session_pushes_them(owner: Owned) -> None:
-    """Issue 18: somebody's own session may have it on; our readers take no filters, so nothing of them is kept."""
+    """Somebody's own session may have it on; our readers take no filters, so nothing of them is kept."""
     spark, setting = owner.spark, "spark.sql.python.filterPushdown.enabled"
     spark.conf.set(setting, "true")
     try:

@@ -193,7 +193,7 @@ def test_a_follower_killed_at_a_point_goes_on(root: Path, tmp_path: Path, point:
 
 # ── the shell ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_shell_opens_on_a_malformed_schema_and_repairs_it(root: Path, tmp_path: Path) -> None:
-    """Issue 18: neither a connection nor the shell began."""
+    """Neither a connection nor the shell began."""
     run(root, "import", str(make(tmp_path / "shop.db")))
     spoil = "UPDATE sqlite_master SET sql = replace(sql, 'CREATE TABLE', 'CREATE TABEL') WHERE name = 'item'"
     mend = "UPDATE sqlite_master SET sql = replace(sql, 'CREATE TABEL', 'CREATE TABLE') WHERE name = 'item'"

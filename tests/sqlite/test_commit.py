@@ -122,7 +122,7 @@ def test_what_nobody_waited_for_is_synced_within_a_second_or_so(store: Store, sh
 # ── failing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def faulty(root: Path) -> Iterator[tuple[Store, FaultyDisk]]:
-    """A store on a disk that can be told to fail: by setting `_fail_at` after `calls` was cleared."""
+    """A store on a disk that can be told to fail: by `arm`."""
     disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="none")
     with suppress(StoreUnusable), quire.open(root, settings=SETTINGS, disk=disk) as store:
         yield store, disk
@@ -130,9 +130,7 @@ def faulty(root: Path) -> Iterator[tuple[Store, FaultyDisk]]:
 
 def arm(disk: FaultyDisk, fault: Fault, operation: str, fail_at: int) -> None:
     """The n-th such call on a WAL segment from now on fails."""
-    disk.calls.clear()
-    disk.fired = False
-    disk.fault, disk._operation, disk._path, disk._fail_at = fault, operation, "*.seg*", fail_at
+    disk.arm(fault, fail_at=fail_at, operation=operation, path="*.seg*")
 
 
 def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -> None:
@@ -161,7 +159,7 @@ def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -
 def test_a_transaction_that_was_refused_for_space_is_not_written_later(
     faulty: tuple[Store, FaultyDisk], root: Path, fault: Fault
 ) -> None:
-    """Issue 18: SQLITE_FULL means not done, after the next commit and after opening again; a retry doubles nothing."""
+    """SQLITE_FULL means not done, after the next commit and after opening again; a retry doubles nothing."""
     store, disk = faulty
     connection = store.sqlite("shop", create=True)
     connection.execute("create table t(id integer primary key, b blob)")

@@ -289,7 +289,7 @@ pragma writable_schema=on; update sqlite_master set sql = 'create tabel t(a)' wh
 def test_a_malformed_schema_can_be_connected_to_and_repaired(
     store: Store, shop: apsw.Connection, connect: Connect
 ) -> None:
-    """Issue 18: `connect` itself read the schema, and failed; native SQLite connects, and its first statement fails."""
+    """`connect` itself read the schema, and failed; native SQLite connects, and its first statement fails."""
     shop.execute(MALFORMED)
     shop.close()
     store.snapshot("shop", "broken")

@@ -169,7 +169,7 @@ class Book(Base):
 
 
 def test_an_orm_counts_what_it_changed_and_not_what_triggers_and_cascades_did(store: Store) -> None:
-    """Issue 18: SQLAlchemy raised StaleDataError, because `rowcount` had the rows of triggers and cascades in it."""
+    """SQLAlchemy raised StaleDataError, because `rowcount` had the rows of triggers and cascades in it."""
     engine = sa.create_engine(
         "sqlite://", module=dbapi, poolclass=sa.QueuePool, creator=lambda: dbapi.wrap(store.sqlite("shop", create=True))
     )

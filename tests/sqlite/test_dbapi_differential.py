@@ -1,6 +1,6 @@
 """The same steps on `sqlite3` of the standard library and on `quire.sqlite.dbapi` give the same answers.
 
-The oracle writes a file in WAL mode, where readers have snapshots as here. Issue 18: a dropped cursor kept its snapshot, one
+The oracle writes a file in WAL mode, where readers have snapshots as here. A dropped cursor kept its snapshot, one
 behind a comment wrote outside a transaction, counts included what triggers did, several statements of one call were run.
 """
 

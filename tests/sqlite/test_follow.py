@@ -188,7 +188,7 @@ def test_a_program_that_was_there_twice_between_two_looks(
 def test_a_log_that_begins_with_what_was_rolled_back_does_not_hide_what_is_committed_behind_it(
     store: Store, app: Obedient
 ) -> None:
-    """Issue 18: SQLite spills a large transaction into a new log. After its rollback no frame of the log counts, and what is
+    """SQLite spills a large transaction into a new log. After its rollback no frame of the log counts, and what is
     committed next changes neither the file nor the log's header: the follower took it all for unchanged."""
     log = Path(f"{app.path}-wal")
     app.do("PRAGMA cache_size=10", WAL, TABLE, *[ROW] * 5, "PRAGMA wal_checkpoint(RESTART)")

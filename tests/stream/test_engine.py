@@ -139,7 +139,7 @@ def test_many_threads_and_a_tail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use", ["read", "read_batches", "tail", "seek"])
 def test_after_fork_the_child_reads_nothing_of_the_stream(tmp_path: Path, use: str) -> None:
-    """Issue 18: it answered with what was in memory when it was forked, and with nothing where that was in a file."""
+    """It answered with what was in memory when it was forked, and with nothing where that was in a file."""
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)
         stream.append(b"a").result()

@@ -57,7 +57,7 @@ def test_a_chunk_is_temporary_until_its_first_commit_and_never_sparse(tmp_path: 
 
 @pytest.mark.parametrize("point", ["stream.mlog.copied", "stream.mlog.synced", "stream.mlog.header"])
 def test_a_sealing_that_a_crash_interrupted_is_finished_before_the_next_chunk(tmp_path: Path, point: str) -> None:
-    """Issue 18: the copy said sealed, the header did not, and as soon as another chunk followed that was told as damage."""
+    """The copy said sealed, the header did not, and as soon as another chunk followed that was told as damage."""
     files = files_at(tmp_path)
     writer = open_writer(files)
     writer.append(opened(1), 1)

@@ -204,7 +204,7 @@ def lose_all_but_objects(world: StreamWorld, older: Path) -> None:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_segments_of_which_only_objects_are_left_are_found_in_the_bucket(world: StreamWorld, before: int) -> None:
-    """Issue 18: neither log nor LMDB knows them, and no file is here."""
+    """Neither log nor LMDB knows them, and no file is here."""
     payloads = world.fill(before)
     remote(world)
     older = manifest_copy(world, "older")

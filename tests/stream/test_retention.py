@@ -178,7 +178,7 @@ def test_what_goes_is_the_oldest_and_no_more_than_is_due(
 
 
 def test_no_flipped_bit_of_the_state_changes_what_may_go(world: StreamWorld) -> None:
-    """Issue 18: a retention or a position that is not the one that was written retires nothing; files from before are read."""
+    """A retention or a position that is not the one that was written retires nothing; files from before are read."""
     world.stream.register("reader")
     world.stream.retain(Retention(seconds=86_400.0, bytes=1 << 30, consumed=True))
     world.stream.close()

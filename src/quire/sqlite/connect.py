@@ -64,6 +64,12 @@ _live_files: weakref.WeakKeyDictionary[Connection, LiveFile] = weakref.WeakKeyDi
 """The main database of each connection that writes."""
 
 
+def is_usable(connection: Connection) -> bool:
+    """Whether the database of a connection has not failed (M12). If it has, a new connection opens the database anew."""
+    file = _live_files.get(connection)
+    return file is None or file.is_usable
+
+
 def take_unsynced(connection: Connection) -> PageGuard | None:
     """The last commit of a connection that did not wait for the disk (`PRAGMA synchronous` below FULL), to be waited for once
     for all commits before it. None if there was none since the last call."""

@@ -76,6 +76,11 @@ class LiveFile(DatabaseFile[ReadPin]):
         """Whose main database this is; set by who opened it."""
         self._adopt()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether nothing has made the database unusable since this file was opened."""
+        return self._store is None or self._store.wal.failure is None
+
     # ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def xLock(self, level: int) -> None:
         """Climb the ladder."""

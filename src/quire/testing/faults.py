@@ -73,6 +73,12 @@ class FaultyDisk:
         self.overwritten: dict[str, list[tuple[int, bytes]]] = {}
         """For stale reads: what writes have replaced, by path, the newest last."""
 
+    def arm(self, fault: Fault, *, fail_at: int, operation: str = "*", path: str = "*") -> None:
+        """Count anew, and fail the `fail_at`-th of these calls; with 0, none."""
+        self.calls.clear()
+        self.fired = False
+        self.fault, self._operation, self._path, self._fail_at = fault, operation, path, fail_at
+
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> FaultyFile:
         def step() -> File:
             return self.inner.open(path, create=create, exclusive=exclusive, write=write)

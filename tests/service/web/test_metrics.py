@@ -149,7 +149,7 @@ def alert_rules() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("rule", alert_rules(), ids=lambda rule: rule["alert"])
 def test_an_alert_asks_for_labels_that_its_metrics_have(rule: dict[str, Any], samples: list[Sample]) -> None:
-    """Issue 19, A3: a rule that can never be true, or a message with empty places, is no alert."""
+    """A rule that can never be true, or a message with empty places, is no alert."""
     labels = {label for name in NAME.findall(rule["expr"]) for label in labels_of(samples, name)} | SCRAPED
     kept = [set(re.split(r",\s*", names)) for names in re.findall(r"by \(([^)]*)\)", rule["expr"])]
     for names in kept:
@@ -168,7 +168,7 @@ def labels_of(samples: list[Sample], name: str) -> set[str]:
 
 
 def test_the_alert_of_stalls_sees_a_writer_that_waits(anybody: Asker, furnished: Store) -> None:
-    """Issue 19, A3: it asked for more frozen memtables than a writer ever waits for."""
+    """It asked for more frozen memtables than a writer ever waits for."""
     (rule,) = [rule for rule in alert_rules() if rule["alert"] == "QuireKeyValueStalls"]
     entered, go_on = threading.Event(), threading.Event()
 

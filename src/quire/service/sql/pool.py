@@ -22,6 +22,7 @@ from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
 from quire.service.versions import attachable, find_version
+from quire.sqlite.connect import is_usable
 from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, restrict
 from quire.sqlite.statements import StatementRunner
 
@@ -80,8 +81,8 @@ class SqlConnection:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing of its last program is left on it."""
-        return not self._policy.touched and not self.is_broken
+        """Whether nothing of its last program is left on it, and its database has not failed meanwhile."""
+        return not self._policy.touched and not self.is_broken and is_usable(self.runner.connection)
 
     def close(self) -> None:
         """Close it; what was not committed is lost."""
@@ -109,12 +110,18 @@ class ConnectionPool:
     def take(self, target: SqlTarget) -> SqlConnection:
         """A connection for a stream; opens one if none waits."""
         db_id = self.find(target)
-        with self._lock:
-            waiting = self._idle.get((db_id, target.version, target.writable))
-            if waiting:
-                self._idle_count -= 1
-                return waiting.pop().lend(target, attachable(self._store, target.may_attach))
+        while (waiting := self._take_idle((db_id, target.version, target.writable))) is not None:
+            if waiting.is_clean:
+                return waiting.lend(target, attachable(self._store, target.may_attach))
+            waiting.close()
         return self._open(target, db_id)
+
+    def _take_idle(self, key: tuple[int, str, bool]) -> SqlConnection | None:
+        with self._lock:
+            if not (waiting := self._idle.get(key)):
+                return None
+            self._idle_count -= 1
+            return waiting.pop()
 
     def take_unsynced(self, target: SqlTarget) -> SqlConnection:
         """A connection whose commits do not wait for the disk: whoever uses it waits for them before it answers."""
