@@ -52,6 +52,7 @@ from quire.manifest.ops.local import (
     SetFloor,
     SetObjectPlace,
 )
+from quire.manifest.ops.mirrors import AdoptMirrorBatch, BeginMirrorBatch, DropMirror, MarkMirror, PutMirror
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
@@ -93,6 +94,7 @@ class BatchMaker:
         "register", "rename", "rollback", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
         "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
         "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file", "clamp", "reserve", "verified",
+        "mirror",
     )  # fmt: skip
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
 
@@ -351,6 +353,25 @@ class BatchMaker:
         ]
         usual = {r.JobState.PENDING: any_step[0], r.JobState.IN_FLIGHT: self.rng.choice((again, end))}
         return [usual.get(job.state, any_step[-1]) if self._chance(2) else self.rng.choice(any_step)]
+
+    # ── mirrors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def mirror(self, txn: ReadTxn) -> list[Op]:
+        known = list(txn.scan(t.MIRROR))
+        choice = self.rng.randint(1, 6)
+        if not known or choice == 1:
+            record = r.MirrorRecord(self.rng.choice(self.NAMES), ["a*"], "orders", "parquet:/srv/lake", 1)
+            return [PutMirror(self.rng.randint(1, 3), record)]
+        (mirror_id,), record = self.rng.choice(known)
+        batch_id = record.last_batch_id + self.rng.randint(0, 2)
+        row = r.MirrorDatabaseRecord("ash", self.rng.randint(1, 9), files=["a"], is_gone=self._chance(4))
+        begin = BeginMirrorBatch(mirror_id, batch_id, [(self.rng.randint(1, 4), row) for _ in range(3)])
+        if choice == 2:
+            return [DropMirror(mirror_id)]
+        if choice == 3:
+            return [MarkMirror(mirror_id, self._chance(2))]
+        if choice == 4:
+            return [begin]
+        return [begin, AdoptMirrorBatch(mirror_id, batch_id - self.rng.randint(0, 1))]
 
     # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def metric(self, txn: ReadTxn) -> list[Op]:

@@ -116,6 +116,7 @@ MENDABLE: dict[str, tuple[str, Damage]] = {
     "a cursor above its watermark": ("D3", lambda v: v.put(t.META, r.MetaRecord(1), "next_cursor_id")),
     "a snapshot above its watermark": ("D3", lambda v: v.change(t.DB, 1, next_snapshot_id=1)),
     "a cursor beyond the head": ("F2", lambda v: v.change(t.CHANGE_CURSORS, 1, acked_sequence=999)),
+    "a batch of no mirror": ("M1", lambda v: v.put(t.MIRROR_BATCH, r.MirrorDatabaseRecord("a", 1), 9, 1, 1)),
     "a cursor's name is missing": ("F2", lambda v: v.delete(t.CURSOR_NAMES, "tail")),
 }
 
@@ -163,6 +164,7 @@ CLOSES: dict[str, set[tuple[str, int]]] = {
     "an inherited segment's origin is gone": {("database", 1), ("database", 3)},
     "a chain without a base": {("database", 1), ("database", 0x01010101)},
     "a gate without a job": {("database", 2)},
+    "a batch of no mirror": set(),
     "a cursor's name is missing": set(),
     "a cursor beyond the head": set(),
     "a watermark below its log": set(),

@@ -75,6 +75,7 @@ from quire.manifest.ops.local import (
     SetFloor,
     SetObjectPlace,
 )
+from quire.manifest.ops.mirrors import AdoptMirrorBatch, BeginMirrorBatch, DropMirror, MarkMirror, PutMirror
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
@@ -103,6 +104,8 @@ from quire.manifest.records import (
     LsmEndsRecord,
     LsmLogEnd,
     LsmTableRecord,
+    MirrorDatabaseRecord,
+    MirrorRecord,
     NamespaceRecord,
     Pin,
     PlanRecord,
@@ -333,6 +336,16 @@ def test_operations_change_what_they_declare_and_nothing_else(
         DropReader(3, 1),
         SetObjectPlace("objects"),
         RecordVerification([]),
+    ):
+        witness.sees(op)
+    rows = [(3, MirrorDatabaseRecord("c", 5)), (4, MirrorDatabaseRecord("d", 5))]
+    for op in (
+        PutMirror(7, MirrorRecord("lake", ["c*"], "orders", "parquet:/lake", 1)),
+        MarkMirror(7),
+        BeginMirrorBatch(7, 1, rows),
+        AdoptMirrorBatch(7, 1),
+        BeginMirrorBatch(7, 2, rows),
+        DropMirror(7),
     ):
         witness.sees(op)
     for table in (each for each in t.TABLES.values() if each.policy is t.Policy.DERIVED):

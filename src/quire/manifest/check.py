@@ -16,6 +16,7 @@ Rules it holds, by number (cited in problems, tests and reviews):
   W1  a tracked WAL segment has its origin's row
   W2  marks of a WAL agree with each other
   J1  `job_pending_index` names exactly the outstanding exclusive jobs; `jobs_by_state` every job; leases only running ones
+  M1  rows about a mirror's databases and batches belong to a mirror that exists
   P1  a page's head is its newest version in the index
   P2  the version that a page's version follows (`prev_lsn`) is older than it, and no version in the index lies between the two
   F1  the change log is contiguous from the oldest retained sequence to the head
@@ -173,9 +174,10 @@ _FROM_HOLDERS = frozenset({"R1", "R2"})
 """Rules whose fixes are counted from other rows."""
 
 CONTAINED = (
-    t.RETENTION, t.AUDIT, t.RETIRED, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY, t.REPLICA_POSITIONS
+    t.RETENTION, t.AUDIT, t.RETIRED, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY, t.REPLICA_POSITIONS,
+    t.MIRROR, t.MIRROR_DATABASE, t.MIRROR_BATCH,
 )  # fmt: skip
-"""Tables whose damaged rows concern one database, object, subscriber or reader."""
+"""Tables whose damaged rows concern one database, object, subscriber, reader or mirror."""
 
 _COUNTING = frozenset({"R1", "R4", "S2"})
 """Rules for which every reference has to be counted."""
@@ -421,6 +423,16 @@ def _check_jobs(txn: ReadTxn) -> Iterator[Problem]:
             yield Problem("J1", "a lease belongs to no running job", {"job_id": job_id})
 
 
+def _check_mirrors(txn: ReadTxn) -> Iterator[Problem]:
+    mirrors = {t.MIRROR.key.unpack(key)[0] for key, _ in txn.raw_scan(t.MIRROR)}
+    for table in (t.MIRROR_DATABASE, t.MIRROR_BATCH):
+        for key, _ in txn.raw_scan(table):
+            if table.key.unpack(key)[0] not in mirrors:
+                where = {"table": table.name, "key": key.hex()}
+                fix = RestoreRow(table.name, key, None)
+                yield Problem("M1", "a row belongs to no mirror", where, fix, contained=True)
+
+
 def _check_heads(txn: ReadTxn) -> Iterator[Problem]:
     """P1 and P2: both tables are ordered by page, so one walk beside the other suffices."""
     heads = txn.scan(t.PAGE_VERSION_HEAD)
@@ -512,6 +524,7 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ..
     (_check_snapshots, frozenset({"S1", "S3", "W1", "D3"})),
     (_check_wal, frozenset({"W1", "W2"})),
     (_check_jobs, frozenset({"J1"})),
+    (_check_mirrors, frozenset({"M1"})),
     (_check_heads, frozenset({"P1", "P2"})),
     (_check_feed, frozenset({"F1", "F2", "G1"})),
     (_check_holders, frozenset({"K1", "R1", "R2", "R3", "R4", "S2", "S4"})),

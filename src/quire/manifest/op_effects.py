@@ -29,6 +29,7 @@ from quire.manifest.ops import (
     databases,
     jobs,
     local,
+    mirrors,
     pageindex,
     plans,
     refs,
@@ -83,6 +84,10 @@ def _of_job(op: jobs.EnqueueJob) -> tuple[int, ...]:
 
 def _of_count(op: corrections.CorrectRefcount) -> tuple[int, ...]:
     return (int.from_bytes(op.key[:4], "big"),)
+
+
+def _of_mirrored(op: mirrors.BeginMirrorBatch) -> list[int]:
+    return [db_id for db_id, _ in op.databases]
 
 
 _COUNTS = (t.GC_REFCOUNTS, t.GC_ZERO)
@@ -193,6 +198,12 @@ TOUCHES: dict[type[Op], Touches] = {
         t.ID_WATERMARKS,
         databases=_pinned("db_id", "source_db_id"),
     ),
+    # mirrors
+    mirrors.PutMirror: _touches(t.MIRROR),
+    mirrors.DropMirror: _touches(t.MIRROR, t.MIRROR_DATABASE, t.MIRROR_BATCH),
+    mirrors.MarkMirror: _touches(t.MIRROR),
+    mirrors.BeginMirrorBatch: _touches(t.MIRROR, t.MIRROR_BATCH, databases=_of_mirrored),
+    mirrors.AdoptMirrorBatch: _touches(t.MIRROR, t.MIRROR_DATABASE, t.MIRROR_BATCH),
     # jobs
     jobs.EnqueueJob: _ENQUEUED,
     jobs.EnsureJob: _ENQUEUED,

@@ -429,6 +429,44 @@ class FollowedFileRecord(Record, frozen=True):
     since_ms: UInt
 
 
+# ── mirrors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class MirrorRecord(Record, frozen=True):
+    """A lakehouse table that is kept in step with a table of many databases."""
+
+    name: str
+    databases: list[str]
+    """Names and patterns of page databases."""
+    table: str
+    target: str
+    """`delta:URL`, `iceberg:CATALOG.NAMESPACE.TABLE` or `parquet:URL`."""
+    created_at_ms: UInt
+    every_ms: UInt = 0
+    """Between the beginnings of two scheduled runs; 0: it runs when somebody asks."""
+    options: dict[str, str] = {}
+    batch_id: UInt = 0
+    """The last batch that is known to be in the target."""
+    last_batch_id: UInt = 0
+    """The last batch that was begun."""
+    started_at_ms: UInt = 0
+    """When the last run began …"""
+    synced_at_ms: UInt = 0
+    """… and when the last one ended that brought the target up to date."""
+
+
+class MirrorDatabaseRecord(Record, frozen=True):
+    """What a mirror's target holds of one database: which version, and in which files."""
+
+    name: str
+    lsn: UInt
+    rows: UInt = 0
+    files: list[str] = []
+    """Paths below the table's own; none if the database has no rows."""
+    is_gone: bool = False
+    """Of a batch: the database is no longer in the target."""
+    size_bytes: UInt = 0
+    """Its share of the files."""
+
+
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class JobKind(IntEnum):
     CHECKPOINT = 1
@@ -446,6 +484,7 @@ class JobKind(IntEnum):
     AUDIT = 13
     RESTORE = 14
     STATS = 15
+    MIRROR = 16
 
 
 EXCLUSIVE_JOBS = frozenset({JobKind.CHECKPOINT, JobKind.MERGE, JobKind.DELETE, JobKind.RETENTION, JobKind.TRUNCATE})

@@ -136,6 +136,21 @@ LSM_CATALOG = Table(
     _LOGGED,
     "live tables of key-value databases, folded from their own manifests",
 )
+MIRROR = Table("mirror", "mirror_id u64", r.MirrorRecord, _LOGGED, "lakehouse tables that follow databases")
+MIRROR_DATABASE = Table(
+    "mirror_database",
+    "mirror_id u64, db_id u32",
+    r.MirrorDatabaseRecord,
+    _LOGGED,
+    "which version of a database a mirror's target holds",
+)
+MIRROR_BATCH = Table(
+    "mirror_batch",
+    "mirror_id u64, batch_id u64, db_id u32",
+    r.MirrorDatabaseRecord,
+    _LOGGED,
+    "what a run writes: of a batch that may or may not be in the target yet",
+)
 AUDIT = Table(
     "audit",
     "db_id u32, at_ms u64, sequence u64, ordinal u32",

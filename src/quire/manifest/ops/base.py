@@ -34,6 +34,7 @@ class Component(IntEnum):
     REMOTE = 7
     REFCOUNT = 8
     PAGE_INDEX = 9
+    MIRROR = 10
     LOCAL = 255
     """Carried by local ops; has no watermark."""
 

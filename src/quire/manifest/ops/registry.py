@@ -13,6 +13,7 @@ from quire.manifest.ops import (
     databases,
     jobs,
     local,
+    mirrors,
     pageindex,
     plans,
     refs,
@@ -25,7 +26,7 @@ from quire.manifest.ops.base import Op
 
 _MODULES = (
     base, databases, artifacts, refs, slots, wal, plans, snapshots, corrections, jobs, pageindex, cursors, local,
-    timeline
+    timeline, mirrors
 )  # fmt: skip
 _CLASSES = dict.fromkeys(
     kind
