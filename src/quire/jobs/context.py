@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore
     from quire.pages.quota import StorageQuota
     from quire.pages.readers import Lease
+    from quire.pages.view import SnapshotView
     from quire.stream.engine import StreamEngine
 
 
@@ -55,6 +56,11 @@ class PagesOfStore(Protocol):
 
     def readers(self, db_id: int) -> list[Lease]:
         """Who reads the database, oldest version first."""
+
+    def lend(
+        self, databases: Sequence[int | str], seconds: float, *, lease_id: int = 0, upload: bool = False
+    ) -> tuple[int, list[SnapshotView]]:
+        """(id of a lease, a view of each database as it is now)."""
 
     @property
     def quota(self) -> StorageQuota: ...

@@ -31,6 +31,7 @@ HANDLERS: dict[JobKind, Handler] = {
     JobKind.EVICT: _handler("tiers.job", "evict_job"),
     JobKind.HYDRATE: _handler("tiers.job", "hydrate_job"),
     JobKind.MERGE: _handler("checkpoint.job", "merge_job"),
+    JobKind.MIRROR: _handler("mirror.job", "mirror_job"),
     JobKind.RESTORE: _handler("restore.job", "restore_job"),
     JobKind.RETENTION: _handler("retention", "retention_job"),
     JobKind.STATS: _handler("stats.job", "stats_job"),

@@ -32,7 +32,7 @@ from quire.durable.files import Disk
 from quire.manifest.snapshots import Anchor, ForkOptions, SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
-from quire.pages.anchors import anchored, inherited_map
+from quire.pages.anchors import anchored, inherited_map, lend
 from quire.pages.cache import PageCache
 from quire.pages.catalog import PageShape, find_database, fix_shape, segment_place
 from quire.pages.floors import Floors, passed_floor
@@ -380,6 +380,12 @@ class PageEngine:
     ) -> RemoteReader:
         """A client's lease on the newest durable version: a row, which outlives this process (M10)."""
         return self._remote.open(db, tags, ttl)
+
+    def lend(
+        self, databases: Sequence[int | str], seconds: float, *, lease_id: int = 0, upload: bool = False
+    ) -> tuple[int, list[SnapshotView]]:
+        """(id of a lease, a view of each database as it is now), for readers that share no memory with this process."""
+        return lend(self, databases, seconds, lease_id=lease_id, upload=upload)
 
     def renew_reader(self, db: int | str, reader_id: int) -> RemoteReader:
         """The client is alive. `LeaseExpired` if it was silent for too long, or its version may be gone."""

@@ -42,7 +42,6 @@ from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack, SnapshotInfo
-from quire.pages.anchors import lend
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service import tickets
@@ -226,8 +225,8 @@ class Handlers:
 
     def do_lease_open(self, request: m.Lend, call: CallContext) -> m.LentViews:
         self._check_lending(request.seconds, call, upload=request.upload)
-        lease_id, views = lend(
-            self._store.pages, request.databases, request.seconds, lease_id=request.lease_id, upload=request.upload
+        lease_id, views = self._store.pages.lend(
+            request.databases, request.seconds, lease_id=request.lease_id, upload=request.upload
         )
         return m.LentViews(lease_id, views)
 

@@ -37,7 +37,7 @@ import pyarrow as pa
 from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
 from quire.sqlite.tables import DATABASE, SqliteTable, affinity, quoted
-from quire.sqlite.trees import Rowids
+from quire.sqlite.trees import EVERYTHING, Rowids
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
@@ -171,6 +171,52 @@ def _fitted(value: Any, kind: pa.DataType) -> Any:
     if type(value) not in _plain(kind):
         raise ValueError(f"it is {type(value).__name__}")
     return _whole((value,), kind)[0].as_py()
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def table_batches(
+    connection: Connection,
+    query: ColumnQuery,
+    rowids: Rowids = EVERYTHING,
+    *,
+    where: str = "",
+    in_order: bool = False,
+    null_misfits: bool = False,
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a table in a range of rowids, in small batches; in the order of its key if that is asked for.
+
+    `where` is a condition that was checked. Where columns come through JSON unchanged they are read in windows.
+    """
+
+    def as_rows(some: Rowids) -> Iterator[pa.RecordBatch]:
+        sql, values = _select(query, some, where, in_order)
+        return row_batches(iter(connection.execute(sql, values)), query.schema, null_misfits=null_misfits)
+
+    if not where and query.is_allowed:
+        return windows(connection, query, rowids, as_rows)
+    return as_rows(rowids)
+
+
+def _select(query: ColumnQuery, rowids: Rowids, where: str, in_order: bool) -> tuple[str, list[Any]]:
+    table, shown, values = query.table, list[str](), list[Any]()
+    for name in query.schema.names:
+        if query.database and name == DATABASE:
+            shown.append("?")
+            values.append(query.database)
+            continue
+        column = table.column(name)
+        if column is None:
+            hint = f"columns: {', '.join(column.name for column in table.columns)}"
+            raise InvalidInput("the table has no such column", hint=hint, column=name, database=query.database)
+        shown.append(quoted(column.name))
+    conditions = [where] if where else []
+    if rowids != EVERYTHING:
+        conditions.append(f"{table.rowid} BETWEEN ? AND ?")
+        values += rowids
+    key = [table.rowid] if table.rowid else [quoted(name) for name in table.key]
+    condition = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    order = f" ORDER BY {', '.join(key)}" if in_order and key else ""
+    return f"SELECT {', '.join(shown)} FROM main.{quoted(table.name)}{condition}{order}", values
 
 
 # ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────────

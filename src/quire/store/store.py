@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from quire.sqlite.followers import FileFollowers
     from quire.store.backup import BackedUp
     from quire.store.backup import Progress as BackupProgress
+    from quire.store.mirrors import Mirrors
     from quire.store.restoring_database import RestoredDatabase
     from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
@@ -197,6 +198,13 @@ class Store:
     def namespaces(self) -> Namespaces:
         """Places beside the store's own object store, for the objects of some databases."""
         return Namespaces(self)
+
+    @property
+    def mirrors(self) -> Mirrors:
+        """Lakehouse tables that follow a table of many databases: `create`, `run`, `status`, `list`, `drop`."""
+        from quire.store.mirrors import Mirrors  # loads Arrow
+
+        return Mirrors(self, self._parts)
 
     @property
     def rights(self) -> ObjectRights:

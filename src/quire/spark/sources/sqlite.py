@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
@@ -37,9 +37,9 @@ from quire.spark.sources.parts import PartWriter, SinkWriter
 from quire.spark.sources.sqlite_tables import table_schema
 from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
 from quire.spark.sources.views import DatabaseVersion, PiecesReader, VersionRequest, ViewPiece, dealt, opened
-from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, windows
+from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
 from quire.sqlite.read_ahead import ReadAhead
-from quire.sqlite.tables import DATABASE, SqliteTable, connected, find_table, quoted
+from quire.sqlite.tables import SqliteTable, connected, find_table
 from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
 from quire.sqlite.where_clause import bracketed, check_condition
 
@@ -124,44 +124,11 @@ class SqliteReader(PiecesReader):
         self, connection: Connection, table: SqliteTable, piece: ViewPiece[Rowids], wanted: pa.Schema
     ) -> Iterator[pa.RecordBatch]:
         """Read a piece: whole numbers and texts as columns put together by SQLite, the rest row by row."""
-
-        def as_rows(rowids: Rowids) -> Iterator[pa.RecordBatch]:
-            sql, values = self._sql(table, piece.version.database, rowids)
-            return row_batches(iter(connection.execute(sql, values)), wanted, null_misfits=self.query.null_misfits)
-
         if self.query.where:  # databases of one pattern may have different columns
             check_condition(connection, table.name, self.query.where, database=piece.version.database)
-            return as_rows(piece.part)
-        by_column = ColumnQuery(table, wanted, piece.version.database if self.request.is_many else "")
-        if by_column.is_allowed:
-            return windows(connection, by_column, piece.part, as_rows)
-        return as_rows(piece.part)
-
-    def _sql(self, table: SqliteTable, database: str, rowids: Rowids) -> tuple[str, list[Any]]:
-        shown, values = _selected(table, self.schema, database, self.request.is_many)
-        conditions = [bracketed(self.query.where)] if self.query.where else []
-        if rowids != EVERYTHING:
-            conditions.append(f"{table.rowid} BETWEEN ? AND ?")
-            values += rowids
-        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-        return f"SELECT {', '.join(shown)} FROM main.{quoted(table.name)}{where}", values
-
-
-def _selected(table: SqliteTable, schema: StructType, database: str, is_many: bool) -> tuple[list[str], list[Any]]:
-    """What is selected, in the order of the schema, and the values in it."""
-    shown: list[str] = []
-    values: list[Any] = []
-    for name in schema.names:
-        if is_many and name == DATABASE:
-            shown.append("?")
-            values.append(database)
-            continue
-        column = table.column(name)
-        if column is None:
-            hint = f"columns: {', '.join(column.name for column in table.columns)}"
-            raise InvalidInput("the table has no such column", hint=hint, column=name, database=database)
-        shown.append(quoted(column.name))
-    return shown, values
+        query = ColumnQuery(table, wanted, piece.version.database if self.request.is_many else "")
+        where = bracketed(self.query.where) if self.query.where else ""
+        return table_batches(connection, query, piece.part, where=where, null_misfits=self.query.null_misfits)
 
 
 def _described(client: Client, request: VersionRequest, options: Options) -> SqliteTable:

@@ -1,0 +1,125 @@
+"""A mirror's target in Delta Lake, through `deltalake`.
+
+The batch's number is the version of an application transaction, in the commit that adds and removes files. The library does
+not enforce it: it is read from the handle that commits, and a number that is not above it is refused. Nor does it notice that a
+file to be removed is gone already: that is checked, too. Commits are not retried: a retry would put this commit behind another
+one that it knows nothing of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.schema import PrimitiveType
+from deltalake.transaction import AddAction, RemoveAction
+
+from quire.core.errors import InvalidInput, StalePlan
+from quire.jobs.mirror.run import Column, WrittenFile, arrow_schema
+from quire.jobs.mirror.target import FileSize, TargetState
+from quire.sqlite.tables import DATABASE
+
+TO_DELTA = {"bigint": "long", "double": "double", "string": "string", "binary": "binary", "boolean": "boolean"}
+FROM_DELTA = {delta: name for name, delta in TO_DELTA.items()}
+
+
+def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> DeltaTarget:
+    """The table in this directory."""
+    return DeltaTarget(where, app_id, options, now_ms)
+
+
+class DeltaTarget:
+    """See above."""
+
+    def __init__(self, location: str, app_id: str, options: Mapping[str, str], now_ms: int) -> None:
+        self.location = location
+        self._app_id = app_id
+        self._now_ms = now_ms
+        self._storage = dict(options) or None
+        self._table: DeltaTable | None = None
+        self._state: TargetState | None = None
+
+    def read(self) -> TargetState | None:
+        """See `Target`."""
+        try:
+            self._table = table = DeltaTable(self.location, storage_options=self._storage)
+        except TableNotFoundError:
+            self._table = self._state = None
+            return None
+        actions = pa.table(table.get_add_actions(flatten=True))
+        columns = (actions[name].to_pylist() for name in ("path", "size_bytes", "num_records"))
+        files = {path: FileSize(size, rows or 0) for path, size, rows in zip(*columns, strict=True)}
+        if len(table.metadata().partition_columns):
+            raise InvalidInput("the table is partitioned", hint="a mirror makes its own table", target=self.location)
+        batch_id = table.transaction_version(self._app_id) or 0
+        self._state = TargetState(batch_id, tuple(self._columns(table)), files)
+        return self._state
+
+    def _columns(self, table: DeltaTable) -> list[Column]:
+        columns: list[Column] = []
+        for field in table.schema().fields:
+            kind = field.type.type if isinstance(field.type, PrimitiveType) else str(field.type)
+            if field.name != DATABASE:
+                if kind not in FROM_DELTA:
+                    hint = "a mirror makes its own table"
+                    raise InvalidInput("the table has a type of its own", hint=hint, column=field.name, type=kind)
+                columns.append((field.name, FROM_DELTA[kind]))
+        return columns
+
+    def create(self, columns: Sequence[Column]) -> None:
+        """See `Target`."""
+        try:
+            DeltaTable.create(self.location, schema=arrow_schema(columns), mode="error", storage_options=self._storage)
+        except DeltaError as error:
+            raise _refused(error, self.location) from error
+        self.read()
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        """See `Target`."""
+        assert self._table is not None, "the table was read"
+        fields = [Field(name, PrimitiveType(TO_DELTA[kind]), nullable=True) for name, kind in columns]
+        try:
+            self._table.alter.add_columns(fields, commit_properties=CommitProperties(max_commit_retries=0))
+        except CommitFailedError as error:
+            raise _stale(error, self.location) from error
+        except DeltaError as error:
+            raise _refused(error, self.location) from error
+        before = self._state
+        after = self.read()
+        if before is None or after is None or (before.batch_id, before.files) != (after.batch_id, after.files):
+            raise StalePlan("the target has changed meanwhile", hint="plan it again", target=self.location)
+
+    def commit(self, batch_id: int, add: Sequence[WrittenFile], remove: Sequence[str]) -> None:
+        """See `Target`."""
+        table, state = self._table, self._state
+        assert table is not None, "the table was read"
+        assert state is not None, "the table was read"
+        if batch_id <= (table.transaction_version(self._app_id) or 0) or not state.files.keys() >= set(remove):
+            raise StalePlan("the target holds another batch", hint="plan it again", target=self.location)
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(file.path, file.size_bytes, {}, self._now_ms, True, file.stats) for file in add
+        ]
+        actions += [RemoveAction(path, True, self._now_ms, state.files[path].size_bytes, {}) for path in remove]
+        properties = CommitProperties(
+            custom_metadata={"quire.mirror": self._app_id, "quire.batch": str(batch_id)},
+            max_commit_retries=0,
+            app_transactions=[Transaction(self._app_id, batch_id)],
+        )
+        schema: Schema = table.schema()
+        self._table = self._state = None  # the handle does not know what it has committed: it is opened anew
+        try:
+            table.create_write_transaction(actions, "append", schema, commit_properties=properties)
+        except CommitFailedError as error:
+            raise _stale(error, self.location) from error
+        except DeltaError as error:
+            raise _refused(error, self.location) from error
+
+
+def _stale(error: Exception, location: str) -> StalePlan:
+    return StalePlan(f"another commit was quicker: {error}", hint="plan it again", target=location)
+
+
+def _refused(error: Exception, location: str) -> InvalidInput:
+    return InvalidInput(f"Delta refuses this: {error}", hint="see the message of Delta", target=location)

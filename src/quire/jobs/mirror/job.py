@@ -1,0 +1,351 @@
+"""The mirror job: one lakehouse table stays in step with a table of many databases (L3).
+
+    manifest ──► which databases changed ──► executors write files ──► batch recorded ──► one commit in the target ──► adopted
+
+The target's own log carries the number of the batch that it holds, and the manifest what each batch covers. A run begins by
+reading that number:
+
+  it is the last one that was adopted    both agree; the run goes on from there
+  it is of a batch that was recorded     a driver was killed between the two commits: the batch is adopted
+  anything else                          the store was restored, or the target was: everything is written again
+
+So each change is in the target once, wherever a driver was killed. A second driver, or somebody else's commit, makes the commit
+fail, and the run is planned again; each plan has a number of its own, and a target never takes a lower one than it has.
+
+Files hold whole databases. A database that changed is written again as a whole, and so are those that share its file
+(copied from there). What another program does to the target's files, as long as it keeps their rows (compaction), is
+followed: rows are counted, and files that nobody knows are asked which databases they hold.
+
+Threads: any. Raises what targets raise; `InvalidInput` for a table that another program, or another mirror, has made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.core.errors import DatabaseTombstoned, InternalError, InvalidConfig, InvalidInput, NotFound, StalePlan
+from quire.core.events import emit
+from quire.core.limits import MIB
+from quire.durable.failpoints import hit
+from quire.jobs.context import JobContext, PagesOfStore
+from quire.jobs.handler import Completed, Outcome, Progress, commit_step, options
+from quire.jobs.mirror.plan import (
+    Differences,
+    batch_rows,
+    differences,
+    find_mirror,
+    heaps,
+    held_databases,
+    merged_columns,
+    size_of,
+    sources,
+    units,
+)
+from quire.jobs.mirror.run import (
+    Column,
+    ForeignFile,
+    MirrorTask,
+    Written,
+    WrittenFile,
+    databases_in,
+    write_files,
+)
+from quire.jobs.mirror.target import DATA, Target, TargetState, open_target
+from quire.jobs.runner import Runner
+from quire.manifest import tables as t
+from quire.manifest.jobqueue import Job
+from quire.manifest.ops.mirrors import AdoptMirrorBatch, BeginMirrorBatch, MarkMirror
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import MirrorDatabaseRecord, MirrorRecord
+from quire.pages.view import SnapshotView
+
+PLANS_MAX = 5
+"""How often a run is planned before somebody else's commits are an error."""
+SCHEMAS_MAX = 4
+"""How often files are written because their columns disagree; with the first one's columns they agree."""
+LENT_AT_ONCE = 64
+"""Databases of one call: each must be opened and sealed."""
+LEASE_SECONDS = 300.0
+FILE_BYTES = 4 * MIB
+"""Of databases, before compression, in one file: what is rewritten when one of them changes."""
+ROWS_PER_OP = 1_000
+OWN_OPTIONS = ("file_bytes", "misfits")
+"""Options of a mirror that are not its target's."""
+
+Held = dict[int, MirrorDatabaseRecord]
+Views = dict[int, tuple[str, SnapshotView]]
+
+
+def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Bring a mirror's target up to date (payload `mirror`, its name)."""
+    given = options(job, mirror="", runner="", full=False)
+    with ctx.manifest.read() as txn:
+        mirror_id, _ = find_mirror(txn, given["mirror"])
+    commit_step(ctx, job, [MarkMirror(mirror_id)])
+    for plans_left in reversed(range(PLANS_MAX)):
+        run = _Run(ctx, job, progress, mirror_id, given["runner"])
+        try:
+            return Completed(run.run(full=given["full"]))
+        except StalePlan as error:
+            if not plans_left:
+                raise
+            emit("warning", "mirror.conflict", mirror=given["mirror"], error=str(error))
+        finally:
+            run.release()
+    raise AssertionError("the last plan has returned or raised")
+
+
+def check_target(ctx: JobContext, mirror_id: int, mirror: MirrorRecord) -> None:
+    """Refuse a target that the mirror could not write to."""
+    with ctx.manifest.read() as txn:
+        state = target_of(txn, mirror_id, mirror, ctx.clock.now_ms()).read()
+    if state is not None and (state.files or state.batch_id):
+        raise _not_ours(mirror)
+
+
+def _not_ours(mirror: MirrorRecord) -> InvalidInput:
+    hint = "name another target, or remove the table first"
+    return InvalidInput("the target is not this mirror's", hint=hint, target=mirror.target, mirror=mirror.name)
+
+
+def target_of(txn: ReadTxn, mirror_id: int, mirror: MirrorRecord, now_ms: int) -> Target:
+    """The target of a mirror. Its log knows the mirror by store and number: a clone of the store is another one."""
+    own = {name: value for name, value in mirror.options.items() if name not in OWN_OPTIONS}
+    return open_target(mirror.target, f"quire-mirror/{txn.store_id()}/{mirror_id:016x}", own, now_ms)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a run does, and what became of it."""
+
+    runner: Runner
+    differ: Differences
+    held: Held
+    views: Views
+    replaced: set[str] = field(default_factory=set)
+    copied: int = 0
+    columns: tuple[Column, ...] = ()
+    files: tuple[WrittenFile, ...] = ()
+
+
+class _Run:
+    """One plan of a run, from looking to adopting."""
+
+    def __init__(self, ctx: JobContext, job: Job, progress: Progress, mirror_id: int, runner: str) -> None:
+        self._ctx, self._job, self._progress = ctx, job, progress
+        self._mirror_id = mirror_id
+        self._runner_name = runner
+        self._lease_id = 0
+        with ctx.manifest.read() as txn:
+            record = txn.get(t.MIRROR, mirror_id)
+            if record is None:
+                raise NotFound("the mirror was dropped", hint="`quire mirror ls` lists them", mirror_id=mirror_id)
+            self._mirror = record
+            self._target = target_of(txn, mirror_id, record, ctx.clock.now_ms())
+
+    def release(self) -> None:
+        """Let the versions go that were read."""
+        if self._lease_id:
+            self._ctx.manifest.leases.release(self._lease_id)
+            self._lease_id = 0
+
+    def run(self, *, full: bool) -> dict[str, Any]:
+        """Do it; what was done."""
+        state = self._target.read()
+        held, is_full = self._agree(state, full=full)
+        plan = self._look(held)
+        done = {
+            "mirror": self._mirror.name,
+            "full": is_full,
+            "databases": plan.differ.followed,
+            "changed": len(plan.views),
+            "dropped": len(plan.differ.gone),
+            "runner": plan.runner.name,
+        }
+        # A full load takes the place of everything, whoever wrote it, and tells what is no longer there.
+        if is_full:
+            with self._ctx.manifest.read() as txn:
+                before = held_databases(txn, self._mirror_id)
+            gone = {db_id: row for db_id, row in before.items() if db_id not in plan.views}
+            plan.differ = dataclasses.replace(plan.differ, gone=gone)
+        if not plan.views and not plan.differ.gone and not (is_full and state is not None and state.files):
+            commit_step(self._ctx, self._job, [MarkMirror(self._mirror_id, is_synced=True)])
+            return {**done, "batch_id": self._mirror.batch_id, "copied": 0, **_sizes((), ())}
+        batch_id = max(self._mirror.last_batch_id, state.batch_id if state is not None else 0) + 1
+        self._write(plan, batch_id, state.columns if state is not None else ())
+        removed = set(state.files if state is not None else ()) if is_full else plan.replaced
+        hit("jobs.mirror.written")
+        self._evolve(state, plan.columns)
+        self._record(batch_id, plan)
+        hit("jobs.mirror.recorded")
+        self._target.commit(batch_id, plan.files, sorted(removed))
+        hit("jobs.mirror.committed")
+        self._adopt(batch_id)
+        return {**done, "batch_id": batch_id, "copied": plan.copied, **_sizes(plan.files, removed)}
+
+    # ── where the target stands ───────────────────────────────────────────────────────────────────────────────────────
+    def _agree(self, state: TargetState | None, *, full: bool) -> tuple[Held, bool]:
+        """(what the target holds, whether everything is written again)."""
+        mirror = self._mirror
+        if state is None or not (state.batch_id or state.files):
+            return {}, True
+        if not state.batch_id:
+            raise _not_ours(mirror)
+        if state.batch_id != mirror.batch_id:
+            with self._ctx.manifest.read() as txn:
+                is_known = next(iter(txn.scan(t.MIRROR_BATCH, self._mirror_id, state.batch_id)), None) is not None
+            if is_known:
+                self._adopt(state.batch_id)
+            else:
+                emit("warning", "mirror.full_load", mirror=mirror.name, why="the target holds a batch nobody recorded")
+                return {}, True
+        if full:
+            return {}, True
+        with self._ctx.manifest.read() as txn:
+            held = held_databases(txn, self._mirror_id)
+        return self._located(held, state)
+
+    def _located(self, held: Held, state: TargetState) -> tuple[Held, bool]:
+        """The same with files as they are now: somebody may have compacted them."""
+        known = {path for row in held.values() for path in row.files}
+        strange = [path for path in state.files if path not in known]
+        if sum(file.rows for file in state.files.values()) != sum(row.rows for row in held.values()):
+            emit(
+                "warning",
+                "mirror.full_load",
+                mirror=self._mirror.name,
+                why="the target has other rows than were written",
+            )
+            return {}, True
+        if not strange and known <= state.files.keys():
+            return held, False
+        by_name = {row.name: db_id for db_id, row in held.items()}
+        files = {db_id: [path for path in row.files if path in state.files] for db_id, row in held.items()}
+        runner = self._ctx.thread_runner("quire-mirror")
+        tasks = [ForeignFile(location=self._target.location, path=path) for path in strange]
+        for task, answer in ((tasks[answer.key], answer) for answer in runner.map(databases_in, tasks)):
+            for name in answer.result():
+                if name not in by_name:
+                    emit("warning", "mirror.full_load", mirror=self._mirror.name, why=f"rows of {name!r} are not ours")
+                    return {}, True
+                files[by_name[name]].append(task.path)
+        return {db_id: replace(row, files=files[db_id]) for db_id, row in held.items()}, False
+
+    def _adopt(self, batch_id: int) -> None:
+        """The target holds a batch: so does the manifest from now on."""
+        while True:
+            try:
+                commit_step(self._ctx, self._job, [AdoptMirrorBatch(self._mirror_id, batch_id)])
+            except StalePlan:
+                return  # another run has adopted a later one
+            hit("jobs.mirror.adopted")
+            with self._ctx.manifest.read() as txn:
+                record = txn.get(t.MIRROR, self._mirror_id)
+            if record is None or record.batch_id >= batch_id:
+                return
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _look(self, held: Held) -> _Plan:
+        """What changed, with the runner for that much work."""
+        pages = self._pages
+        newest = {store.db_id: store.wal.written.lsn for store in pages.stores() if store.wal.failure is None}
+        with self._ctx.manifest.read() as txn:
+            differ = differences(txn, self._mirror, held, newest)
+            size = sum(size_of(txn, database.db_id) for database in differ.changed)
+        runner = self._ctx.choose_runner(self._runner_name, size, label="quire-mirror")
+        views: Views = {}
+        for start in range(0, len(differ.changed), LENT_AT_ONCE):
+            some = differ.changed[start : start + LENT_AT_ONCE]
+            for database, view in zip(some, self._lent([database.db_id for database in some], runner), strict=True):
+                row = held.get(database.db_id)
+                # One whose version only opening it has told may be what the target holds already.
+                if row is None or (row.name, row.lsn) != (database.name, view.lsn):
+                    views[database.db_id] = (database.name, view)
+            self._progress(0, 0)
+        return _Plan(runner, differ, held, views)
+
+    def _lent(self, db_ids: list[int], runner: Runner) -> list[SnapshotView]:
+        try:
+            lease_id, views = self._pages.lend(
+                db_ids, LEASE_SECONDS, lease_id=self._lease_id, upload=not runner.shares_disk
+            )
+        except (NotFound, DatabaseTombstoned) as error:
+            raise StalePlan(f"a database was dropped meanwhile: {error}", hint="plan it again") from error
+        self._lease_id = lease_id
+        return views
+
+    @property
+    def _pages(self) -> PagesOfStore:
+        if self._ctx.pages is None:
+            raise InvalidConfig("this process has no page databases", hint="run it where the store is open")
+        return self._ctx.pages
+
+    def _write(self, plan: _Plan, batch_id: int, columns: tuple[Column, ...]) -> None:
+        """Have the files written; again if tasks disagree about a column's type."""
+        written, plan.replaced = sources(plan.views, plan.differ.gone, plan.held)
+        plan.copied = sum(source.view is None for source in written)
+        cut = heaps(units(written, int(self._mirror.options.get("file_bytes", FILE_BYTES))), plan.runner.width)
+        for _ in range(SCHEMAS_MAX):
+            tasks = [
+                MirrorTask(
+                    location=self._target.location,
+                    prefix=f"{DATA}/{batch_id:08d}-{number:05d}",
+                    table=self._mirror.table,
+                    columns=columns,
+                    units=unit,
+                    null_misfits=self._mirror.options.get("misfits") == "null",
+                )
+                for number, unit in enumerate(cut)
+            ]
+            answers = [answer.result() for answer in plan.runner.map(write_files, tasks, tick=self._tick)]
+            merged, disagree = merged_columns(columns, (answer.columns for answer in answers))
+            columns = tuple(merged)
+            if not disagree:
+                plan.columns, plan.files = columns, tuple(file for answer in answers for file in answer.files)
+                _tell(self._mirror.name, answers)
+                return
+        raise InternalError("files of a mirror disagree about their columns", mirror=self._mirror.name)
+
+    def _tick(self, done: int, total: int) -> None:
+        self._progress(done, total)
+        if self._lease_id:
+            self._ctx.manifest.leases.renew(self._lease_id)
+
+    def _evolve(self, state: TargetState | None, columns: tuple[Column, ...]) -> None:
+        """Have the table, with all columns that the files need."""
+        if state is None:
+            self._target.create(columns)
+            hit("jobs.mirror.created")
+            return
+        added = [column for column in columns if column not in state.columns]
+        if added:
+            self._target.add_columns(added)
+            emit("info", "mirror.columns_added", mirror=self._mirror.name, columns=[name for name, _ in added])
+            hit("jobs.mirror.columns_added")
+
+    def _record(self, batch_id: int, plan: _Plan) -> None:
+        rows = batch_rows(plan.differ, plan.views, plan.held, plan.replaced, plan.files)
+        for start in range(0, max(len(rows), 1), ROWS_PER_OP):
+            some = rows[start : start + ROWS_PER_OP]
+            commit_step(self._ctx, self._job, [BeginMirrorBatch(self._mirror_id, batch_id, some)])
+
+
+def _tell(mirror: str, answers: Iterable[Written]) -> None:
+    """A type that changed is worth an event: queries have to know the new column."""
+    for database, column, target in {told for answer in answers for told in answer.new_types}:
+        emit("warning", "mirror.new_column_for_type", mirror=mirror, database=database, column=column, target=target)
+
+
+def _sizes(files: Iterable[WrittenFile], removed: Iterable[str]) -> dict[str, int]:
+    written = list(files)
+    return {
+        "files_added": len(written),
+        "files_removed": len(list(removed)),
+        "rows_written": sum(file.rows for file in written),
+        "bytes_written": sum(file.size_bytes for file in written),
+    }

@@ -1,0 +1,200 @@
+"""A mirror's target as plain Parquet files, with a manifest that says which of them count: docs/formats/mirror-manifest.md.
+
+A commit is the creation of the manifest's next version: a name that is taken means that somebody was quicker. `manifest.json`
+is a copy of the newest version, for readers that do not want to list; it may be a commit behind after a kill, until the next
+run. A version names its files; those that it no longer names are deleted `keep_seconds` later, with what killed runs have left.
+
+Raises `StalePlan`, `Corruption` for a manifest that is damaged, `FormatTooNew`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+
+import msgspec
+
+from quire.core.errors import AlreadyExists, Corruption, FormatTooNew, InvalidInput, ObjectNotFound, StalePlan
+from quire.durable.failpoints import hit
+from quire.jobs.mirror.run import TYPES, Column, WrittenFile
+from quire.jobs.mirror.target import DATA, FileSize, TargetState
+from quire.objects.api import DeletableStore, ObjectStore, list_objects
+from quire.objects.open import open_store
+
+FORMAT = 1
+VERSIONS = "_manifest"
+NEWEST = "manifest.json"
+KEEP_SECONDS, KEEP_SECONDS_MIN = 86_400, 3_600
+VERSIONS_KEPT = 100
+MANIFEST_BYTES_MAX = 1 << 30
+
+
+class ManifestFile(msgspec.Struct, frozen=True):
+    """A file of the table."""
+
+    path: str
+    size_bytes: int
+    rows: int
+
+
+class RemovedFile(msgspec.Struct, frozen=True):
+    """A file that is no longer of the table."""
+
+    path: str
+    at_ms: int
+
+
+class TableManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the table."""
+
+    format: int
+    version: int
+    app_id: str
+    batch_id: int
+    committed_at_ms: int
+    columns: list[tuple[str, str]]
+    files: list[ManifestFile]
+    removed: list[RemovedFile] = []
+    digest: str = ""
+    """SHA-256 of the manifest with this field empty."""
+
+
+def encode(manifest: TableManifest) -> bytes:
+    """The bytes of a manifest, with its digest."""
+    plain = msgspec.json.encode(msgspec.structs.replace(manifest, digest=""))
+    digest = hashlib.sha256(plain).hexdigest()
+    return msgspec.json.encode(msgspec.structs.replace(manifest, digest=digest))
+
+
+def decode(data: bytes, name: str) -> TableManifest:
+    """The manifest of these bytes; `Corruption` if one of them was changed."""
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise Corruption("the manifest of a mirror is too large", hint="restore it from a copy", name=name)
+    try:
+        version = msgspec.json.decode(data, type=dict[str, msgspec.Raw])["format"]
+        if msgspec.json.decode(version) != FORMAT and isinstance(msgspec.json.decode(version), int):
+            raise FormatTooNew("the manifest of the mirror has another format", hint="upgrade quire", name=name)
+        manifest = msgspec.json.decode(data, type=TableManifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, RecursionError) as error:
+        raise Corruption(f"the manifest of a mirror is damaged: {error}", hint=_HINT, name=name) from error
+    if encode(manifest) != data or any(kind not in TYPES for _, kind in manifest.columns):
+        raise Corruption("the manifest of a mirror is damaged: its digest is another", hint=_HINT, name=name)
+    return manifest
+
+
+_HINT = "remove the version that is damaged: the one before counts again, and the next run goes on from there"
+
+
+def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> ParquetTarget:
+    """The table in this directory."""
+    return ParquetTarget(where, app_id, options, now_ms)
+
+
+class ParquetTarget:
+    """See above."""
+
+    def __init__(self, location: str, app_id: str, options: Mapping[str, str], now_ms: int) -> None:
+        self.location = location if "://" in location else os.path.abspath(location)
+        self._app_id = app_id
+        self._now_ms = now_ms
+        keep = options.get("keep_seconds", str(KEEP_SECONDS))
+        if unknown := set(options) - {"keep_seconds"}:
+            raise InvalidInput("a Parquet target has no such option", hint="it has: keep_seconds", options=unknown)
+        if not keep.isdecimal() or int(keep) < KEEP_SECONDS_MIN:
+            hint = f"at least {KEEP_SECONDS_MIN}: files of a run that has not committed yet are as old as the run"
+            raise InvalidInput("keep_seconds is a number of seconds", hint=hint, keep_seconds=keep)
+        self._keep_ms = int(keep) * 1000
+        self._manifest: TableManifest | None = None
+
+    def read(self) -> TargetState | None:
+        """See `Target`."""
+        with closing(open_store(self.location)) as store:
+            self._manifest = newest(store)
+        if self._manifest is None:
+            return None
+        manifest = self._manifest
+        files = {file.path: FileSize(file.size_bytes, file.rows) for file in manifest.files}
+        batch_id = manifest.batch_id if manifest.app_id == self._app_id else 0
+        return TargetState(batch_id, tuple(manifest.columns), files)
+
+    def create(self, columns: Sequence[Column]) -> None:
+        """See `Target`."""
+        self._put(
+            TableManifest(
+                format=FORMAT,
+                version=1,
+                app_id=self._app_id,
+                batch_id=0,
+                committed_at_ms=self._now_ms,
+                columns=list(columns),
+                files=[],
+            )
+        )
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        """See `Target`."""
+        before = self._before()
+        self._put(msgspec.structs.replace(before, version=before.version + 1, columns=[*before.columns, *columns]))
+
+    def commit(self, batch_id: int, add: Sequence[WrittenFile], remove: Sequence[str]) -> None:
+        """See `Target`."""
+        before, gone = self._before(), set(remove)
+        if batch_id <= before.batch_id or not gone <= {file.path for file in before.files}:
+            raise StalePlan("the target holds another batch", hint="plan it again", target=self.location)
+        horizon = self._now_ms - self._keep_ms
+        kept = [file for file in before.files if file.path not in gone]
+        removed = [file for file in before.removed if file.at_ms > horizon]
+        after = msgspec.structs.replace(
+            before,
+            version=before.version + 1,
+            batch_id=batch_id,
+            committed_at_ms=self._now_ms,
+            files=[*kept, *(ManifestFile(file.path, file.size_bytes, file.rows) for file in add)],
+            removed=[*removed, *(RemovedFile(path, self._now_ms) for path in sorted(gone))],
+        )
+        self._put(after)
+        with closing(open_store(self.location)) as store:
+            self._tidy(store, after)
+
+    def _before(self) -> TableManifest:
+        assert self._manifest is not None, "the table was read"
+        return self._manifest
+
+    def _put(self, manifest: TableManifest) -> None:
+        data = encode(manifest)
+        with closing(open_store(self.location)) as store:
+            try:
+                store.put(_name(manifest.version), data, create_only=True)
+            except AlreadyExists as error:
+                raise StalePlan("another commit was quicker", hint="plan it again", target=self.location) from error
+            hit("jobs.mirror.version_created")
+            store.put(NEWEST, data)
+        self._manifest = manifest
+
+    def _tidy(self, store: DeletableStore, manifest: TableManifest) -> None:
+        """Delete what nobody has needed for `keep_seconds`: replaced files, files of runs that were killed, old versions."""
+        horizon = self._now_ms - self._keep_ms
+        needed = {file.path for file in manifest.files} | {file.path for file in manifest.removed}
+        old = [file.key for file in list_objects(store, DATA) if file.key not in needed and file.modified_ms < horizon]
+        versions = [file for file in list_objects(store, VERSIONS) if file.modified_ms < horizon]
+        store.delete_many([*old, *(file.key for file in versions[:-VERSIONS_KEPT])])
+
+
+def newest(store: ObjectStore) -> TableManifest | None:
+    """The newest version of the table in a directory; `None` if there is none."""
+    names = [file.key for file in list_objects(store, VERSIONS)]
+    if not names:
+        return None
+    try:
+        manifest = decode(store.get(names[-1]), names[-1])
+    except ObjectNotFound as error:
+        raise StalePlan("the newest version of the target is gone", hint="try again", name=names[-1]) from error
+    if _name(manifest.version) != names[-1]:
+        raise Corruption("the manifest of a mirror has another version than its name", hint=_HINT, name=names[-1])
+    return manifest
+
+
+def _name(version: int) -> str:
+    return f"{VERSIONS}/{version:016x}.json"

@@ -1,0 +1,176 @@
+"""What a run of a mirror has to do: which databases changed, and which files of the target are rewritten for them (L3).
+
+A database that changed is read anew, whole. Others that share a file with it are copied from that file. What is written is cut
+into files of about `file_bytes`, in the order of the databases' names.
+
+Pure functions of what manifest and target say. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+
+from msgspec.structs import replace
+
+from quire.core.errors import NotFound
+from quire.jobs.enqueue import has_open_segment
+from quire.jobs.mirror.run import Column, Source, WrittenFile
+from quire.jobs.runner import balanced
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, DbStatus, MirrorDatabaseRecord, MirrorRecord
+from quire.pages.view import SnapshotView
+
+TASKS_PER_CORE = 4
+SOURCE_BYTES = 64 << 10
+"""What a source costs at least, as if it were so many bytes: opening a database takes a few milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDatabase:
+    """A database that a mirror follows."""
+
+    db_id: int
+    name: str
+    lsn: int
+    """Its newest version; 0 if only opening it tells, because its last owner was killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What the target lacks, and what it has too much."""
+
+    changed: list[LiveDatabase]
+    gone: dict[int, MirrorDatabaseRecord]
+    followed: int
+    """Databases that the mirror follows."""
+
+
+def differences(
+    txn: ReadTxn, mirror: MirrorRecord, held: Mapping[int, MirrorDatabaseRecord], newest: Mapping[int, int]
+) -> Differences:
+    """Compare the databases with what the target holds of them; `newest` are the versions of those that are open.
+
+    A database that is closed because its rows are damaged stays in the target as it was.
+    """
+    refused, changed, same = txn.refused_databases(), list[LiveDatabase](), set[int]()
+    for db_id, record in txn.databases():
+        is_followed = record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED
+        if not is_followed or not any(fnmatchcase(record.name, pattern) for pattern in mirror.databases):
+            continue
+        row, lsn = held.get(db_id), 0 if db_id in refused else newest_version(txn, db_id, newest)
+        if db_id in refused or (row is not None and lsn and (row.name, row.lsn) == (record.name, lsn)):
+            same.add(db_id)
+        else:
+            changed.append(LiveDatabase(db_id, record.name, lsn))
+    kept = same | {database.db_id for database in changed}
+    return Differences(changed, {db_id: row for db_id, row in held.items() if db_id not in kept}, len(kept))
+
+
+def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int]) -> int:
+    """The newest version of a database; 0 if nobody knows before it is opened."""
+    if db_id in newest:
+        return newest[db_id]
+    wal = txn.wal_state(db_id)
+    return 0 if wal is None or has_open_segment(txn, db_id) else wal.last_applied_lsn
+
+
+def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:
+    """A mirror by its name."""
+    for (mirror_id,), record in txn.scan(t.MIRROR):
+        if record.name == name:
+            return mirror_id, record
+    raise NotFound("no mirror has this name", hint="`quire mirror ls` lists them", mirror=name)
+
+
+def size_of(txn: ReadTxn, db_id: int) -> int:
+    """Bytes of a database's pages, as the manifest knows them."""
+    record, wal = txn.database(db_id), txn.wal_state(db_id)
+    return wal.size_pages * record.page_size if record is not None and wal is not None else 0
+
+
+def held_databases(txn: ReadTxn, mirror_id: int) -> dict[int, MirrorDatabaseRecord]:
+    """What the target holds, by database, as of the last batch that was adopted."""
+    return {db_id: row for (_, db_id), row in txn.scan(t.MIRROR_DATABASE, mirror_id)}
+
+
+def sources(
+    views: Mapping[int, tuple[str, SnapshotView]], gone: Collection[int], held: Mapping[int, MirrorDatabaseRecord]
+) -> tuple[list[Source], set[str]]:
+    """(what is written, the files that it takes the place of)."""
+    replaced = {path for db_id in (*views, *gone) if db_id in held for path in held[db_id].files}
+    written = [
+        Source(db_id=db_id, database=name, view=view, weight_bytes=view.size_pages * view.page_size)
+        for db_id, (name, view) in views.items()
+    ]
+    for db_id, row in held.items():
+        shared = tuple(path for path in row.files if path in replaced)
+        if shared and db_id not in views and db_id not in gone:
+            written.append(Source(db_id=db_id, database=row.name, files=shared, weight_bytes=row.size_bytes))
+    return sorted(written, key=lambda source: source.database), replaced
+
+
+def units(written: Iterable[Source], file_bytes: int) -> list[tuple[Source, ...]]:
+    """Sources that become one file each, in their order."""
+    cut: list[tuple[Source, ...]] = []
+    waiting: list[Source] = []
+    size = 0
+    for source in written:
+        if waiting and size + source.weight_bytes > file_bytes:
+            cut.append(tuple(waiting))
+            waiting, size = [], 0
+        waiting.append(source)
+        size += source.weight_bytes
+    return [*cut, tuple(waiting)] if waiting else cut
+
+
+def heaps(cut: list[tuple[Source, ...]], width: int) -> list[tuple[tuple[Source, ...], ...]]:
+    """Units as so many tasks as cores can use (L2), each with about the same work."""
+    weights = [sum(source.weight_bytes + SOURCE_BYTES for source in unit) for unit in cut]
+    count = min(len(cut), TASKS_PER_CORE * width)
+    tasks: list[list[tuple[Source, ...]]] = [[] for _ in range(count)]
+    for unit, task in zip(cut, balanced(weights, count), strict=True):
+        tasks[task].append(unit)
+    return [tuple(task) for task in tasks]
+
+
+def batch_rows(
+    differ: Differences,
+    views: Mapping[int, tuple[str, SnapshotView]],
+    held: Mapping[int, MirrorDatabaseRecord],
+    replaced: Set[str],
+    files: Iterable[WrittenFile],
+) -> list[tuple[int, MirrorDatabaseRecord]]:
+    """What the target holds of each database of a batch, once it holds the batch."""
+    places: dict[int, list[str]] = defaultdict(list)
+    rows: dict[int, int] = defaultdict(int)
+    sizes: dict[int, int] = defaultdict(int)
+    for file in files:
+        for db_id, count in file.databases:
+            places[db_id].append(file.path)
+            rows[db_id] += count
+            sizes[db_id] += file.size_bytes * count // max(file.rows, 1)
+    batch = [
+        (db_id, MirrorDatabaseRecord(name, view.lsn, rows[db_id], places[db_id], size_bytes=sizes[db_id]))
+        for db_id, (name, view) in views.items()
+    ]
+    for db_id, row in held.items():
+        if db_id not in views and db_id not in differ.gone and not replaced.isdisjoint(row.files):
+            kept = [path for path in row.files if path not in replaced]
+            batch.append((db_id, replace(row, files=[*kept, *places[db_id]])))
+    batch += [(db_id, replace(row, is_gone=True, files=[])) for db_id, row in differ.gone.items()]
+    return sorted(batch, key=lambda item: item[0])
+
+
+def merged_columns(known: Iterable[Column], written: Iterable[Iterable[Column]]) -> tuple[list[Column], bool]:
+    """(the target's columns with all that files need, whether two files disagree about one)."""
+    columns = {name.lower(): (name, kind) for name, kind in known}
+    disagree = False
+    for name, kind in chain.from_iterable(written):
+        there = columns.setdefault(name.lower(), (name, kind))
+        disagree = disagree or there != (name, kind)
+    return list(columns.values()), disagree

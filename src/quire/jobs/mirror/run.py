@@ -1,0 +1,343 @@
+"""Writing a mirror's files: rows of SQLite tables, and of files that are rewritten, become Parquet files (L3).
+
+Terms
+  source   rows of one database: read from a version of it, or copied from a file that holds it already
+  unit     sources that become one file, in the order of their databases' names; a large one becomes several
+  column   a column of the target: a name and one of `TYPES`
+
+A column of a database finds its place by this rule, which tasks follow alone and agree on: the target's column of its name, if
+its type takes the values (`fits`); else the column `NAME_TYPE`; either is new if the target does not have it. Where two tasks
+make a column of one name with different types, the driver sees it and runs them again with the first one's.
+
+A file's name has a random part: a task that is run twice writes two files, and the driver commits the ones that it was told
+of. Others are garbage in the target, as those of a run that was killed.
+
+Safe to run on an executor. Raises `InvalidInput` for a value that is not of its column's type.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from quire.core.errors import InvalidInput, NotFound
+from quire.core.limits import MIB
+from quire.durable.failpoints import hit
+from quire.jobs.runner import Tools
+from quire.objects.api import ObjectStore
+from quire.objects.open import open_store
+from quire.pages.view import SnapshotView
+from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
+from quire.sqlite.read_ahead import ReadAhead
+from quire.sqlite.tables import DATABASE, SqliteTable, arrow_type, connected, find_table
+
+TYPES: dict[str, pa.DataType] = {
+    "bigint": pa.int64(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "boolean": pa.bool_(),
+}
+NAMES = {kind: name for name, kind in TYPES.items()}
+
+GROUP_BYTES = 8 * MIB
+"""Of Arrow, in one row group."""
+FILE_BYTES_MAX = 64 * MIB
+"""A file ends about here; it is made in memory."""
+KEPT_FILES = 4
+"""Files of the target that a task keeps in memory to copy from."""
+
+Column = tuple[str, str]
+"""(name, one of `TYPES`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows of a database."""
+
+    db_id: int
+    database: str
+    view: SnapshotView | None = None
+    """The version to read; `None`: the rows are copied …"""
+    files: tuple[str, ...] = ()
+    """… from these files of the target."""
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorTask:
+    """Files to be written."""
+
+    location: str
+    """URL of the target's directory."""
+    prefix: str
+    """Of the names of its files."""
+    table: str
+    columns: tuple[Column, ...]
+    """Of the target, as it is."""
+    units: tuple[tuple[Source, ...], ...]
+    null_misfits: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file that no commit names yet."""
+
+    path: str
+    """Below the target's directory."""
+    size_bytes: int
+    rows: int
+    databases: tuple[tuple[int, int], ...]
+    """(database, rows) of those in it."""
+    stats: str
+    """Delta's: numbers of rows and NULLs, least and greatest values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a task has done."""
+
+    files: tuple[WrittenFile, ...]
+    columns: tuple[Column, ...]
+    """The target's, with those that its files need besides."""
+    new_types: tuple[tuple[str, str, str], ...] = ()
+    """(database, column, column of the target) where a type made another column of the target necessary."""
+
+
+def write_files(task: MirrorTask, tools: Tools) -> Written:
+    """Write the files of a task. Durable on return."""
+    with closing(open_store(task.location)) as store:
+        writer = _Writer(task, tools, store)
+        for unit in task.units:
+            for source in unit:
+                writer.add(source)
+            writer.end_file()
+        return Written(
+            files=tuple(writer.files), columns=tuple(writer.columns.values()), new_types=tuple(writer.new_types)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignFile:
+    """A file of the target that somebody else wrote."""
+
+    location: str
+    path: str
+
+
+def databases_in(task: ForeignFile, _: Tools) -> list[str]:
+    """The databases whose rows a file holds."""
+    with closing(open_store(task.location)) as store:
+        table = pq.read_table(pa.BufferReader(store.get(task.path)), columns=[DATABASE])
+    names: list[str] = table[DATABASE].unique().to_pylist()
+    return names
+
+
+def fits(kind: str, column: str) -> bool:
+    """Whether a column of one type takes all values of another: text takes numbers as SQLite prints them; `double` takes
+    whole numbers that it can hold exactly, which is looked at when one comes.
+
+    >>> fits("bigint", "double"), fits("double", "bigint"), fits("bigint", "string")
+    (True, False, True)
+    """
+    return kind == column or (kind, column) in {
+        ("bigint", "double"),
+        ("bigint", "string"),
+        ("double", "string"),
+        ("boolean", "bigint"),
+    }
+
+
+def place(name: str, kind: str, columns: dict[str, Column]) -> Column:
+    """The column of the target in which a database's column goes; `columns` are the target's, by their names in lower case.
+
+    >>> columns = {"price": ("price", "bigint")}
+    >>> place("Price", "bigint", columns), place("price", "double", columns), place("note", "string", columns)
+    (('price', 'bigint'), ('price_double', 'double'), ('note', 'string'))
+    """
+    for candidate in (name, f"{name}_{kind}"):
+        known = columns.get(candidate.lower())
+        if known is None or fits(kind, known[1]):
+            return known or (candidate, kind)
+    raise InvalidInput(
+        "the target has columns of this name, and none takes its type", hint="rename the column", column=name, type=kind
+    )
+
+
+def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
+    """The schema of a file: the database's name, and the columns."""
+    return pa.schema([(DATABASE, pa.string()), *((name, TYPES[kind]) for name, kind in columns)])
+
+
+class _Writer:
+    """The files of one task."""
+
+    def __init__(self, task: MirrorTask, tools: Tools, store: ObjectStore) -> None:
+        self._task, self._tools, self._store = task, tools, store
+        self.columns: dict[str, Column] = {name.lower(): (name, kind) for name, kind in task.columns}
+        self.files: list[WrittenFile] = []
+        self.new_types: list[tuple[str, str, str]] = []
+        self._schema = arrow_schema(self.columns.values())
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_bytes = 0
+        self._sink: pa.BufferOutputStream | None = None
+        self._parquet: pq.ParquetWriter | None = None
+        self._rows: dict[int, int] = {}
+        self._read: OrderedDict[str, pa.Table] = OrderedDict()
+
+    def add(self, source: Source) -> None:
+        """The rows of a source, behind those that are there."""
+        batches = self._copied(source) if source.view is None else self._from_sqlite(source, source.view)
+        for batch in batches:
+            if batch.num_rows:
+                self._rows[source.db_id] = self._rows.get(source.db_id, 0) + batch.num_rows
+                self._write(batch)
+
+    # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _from_sqlite(self, source: Source, view: SnapshotView) -> Iterator[pa.RecordBatch]:
+        if not view.size_pages:
+            return  # nothing was ever written
+        with view.open(self._tools.sources) as reader, connected(ReadAhead(reader)) as connection:
+            try:
+                table = find_table(connection, self._task.table, source.database)
+            except NotFound:
+                return
+            places = self._places(table, source.database)
+            wanted = pa.schema(
+                [(DATABASE, pa.string()), *((own, _read_as(kind, column[1])) for own, kind, column in places)]
+            )
+            query = ColumnQuery(table, wanted, source.database)
+            rows = table_batches(connection, query, in_order=True, null_misfits=self._task.null_misfits)
+            names = {column[0]: own for own, _, column in places}
+            for batch in gathered(rows):
+                yield self._conform(batch, names, source.database)
+
+    def _places(self, table: SqliteTable, database: str) -> list[tuple[str, str, Column]]:
+        """(column of the table, its type, column of the target); new ones are the target's from now on."""
+        places: list[tuple[str, str, Column]] = []
+        for column in table.columns:
+            if column.name.lower() == DATABASE:
+                hint = "rename the column: the mirror has the database's name there"
+                raise InvalidInput(f"the table has a column {DATABASE}", hint=hint, database=database, table=table.name)
+            kind = NAMES[arrow_type(column.declared)]
+            target = place(column.name, kind, self.columns)
+            if target[0].lower() not in self.columns:
+                self._end_group_of_columns(target)
+                if target[0] != column.name:
+                    self.new_types.append((database, column.name, target[0]))
+            places.append((column.name, kind, target))
+        return places
+
+    def _end_group_of_columns(self, column: Column) -> None:
+        """A file has one schema: from here on there is another one."""
+        self.end_file()
+        self.columns[column[0].lower()] = column
+        self._schema = arrow_schema(self.columns.values())
+
+    def _copied(self, source: Source) -> Iterator[pa.RecordBatch]:
+        for path in source.files:
+            if path not in self._read:
+                data = pa.py_buffer(self._store.get(path))
+                self._read[path] = pq.read_table(pa.BufferReader(data), partitioning=None)
+                if len(self._read) > KEPT_FILES:
+                    self._read.popitem(last=False)
+            table = self._read[path]
+            rows = table.filter(pc.equal(table[DATABASE], source.database))
+            names = {name: name for name in table.schema.names}
+            for batch in rows.to_batches():
+                yield self._conform(batch, names, source.database)
+
+    def _conform(self, batch: pa.RecordBatch, names: dict[str, str], database: str) -> pa.RecordBatch:
+        """A batch with the target's columns; `names` says which of the batch's is which."""
+        arrays = []
+        for field in self._schema:
+            own = DATABASE if field.name == DATABASE else names.get(field.name)
+            if own is None:
+                arrays.append(pa.nulls(batch.num_rows, field.type))
+                continue
+            array = batch.column(batch.schema.get_field_index(own))
+            if array.type != field.type:
+                try:
+                    array = array.cast(field.type)
+                except pa.ArrowInvalid as error:
+                    hint = "declare the column as INTEGER in all databases, or as REAL in none"
+                    raise InvalidInput(
+                        f"a value does not fit the target's column: {error}", hint=hint, column=own, database=database
+                    ) from error
+            arrays.append(array)
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _write(self, batch: pa.RecordBatch) -> None:
+        self._waiting.append(batch)
+        self._waiting_bytes += batch.nbytes
+        if self._waiting_bytes >= GROUP_BYTES:
+            self._end_group()
+            assert self._sink is not None, "the group has begun a file"
+            if self._sink.tell() >= FILE_BYTES_MAX:
+                self.end_file()
+
+    def _end_group(self) -> None:
+        if not self._waiting:
+            return
+        if self._parquet is None:
+            self._sink = pa.BufferOutputStream()
+            self._parquet = pq.ParquetWriter(self._sink, self._schema, compression="zstd")
+        self._parquet.write_table(pa.Table.from_batches(self._waiting, self._schema), row_group_size=1 << 30)
+        self._waiting, self._waiting_bytes = [], 0
+
+    def end_file(self) -> None:
+        """Put the file, if there are rows for one."""
+        self._end_group()
+        if self._parquet is None or self._sink is None:
+            return
+        self._parquet.close()
+        data = self._sink.getvalue()
+        path = f"{self._task.prefix}-{len(self.files):04d}-{secrets.token_hex(8)}.parquet"
+        self._store.put(path, data.to_pybytes(), create_only=True)
+        hit("jobs.mirror.file_written")
+        self.files.append(
+            WrittenFile(
+                path=path,
+                size_bytes=data.size,
+                rows=sum(self._rows.values()),
+                databases=tuple(self._rows.items()),
+                stats=_stats(pq.read_metadata(pa.BufferReader(data))),
+            )
+        )
+        self._rows, self._sink, self._parquet = {}, None, None
+
+
+def _read_as(kind: str, column: str) -> pa.DataType:
+    """The type in which a column is read: its target's, but whole numbers as such, so that none is rounded unseen."""
+    return TYPES["bigint"] if (kind, column) == ("bigint", "double") else TYPES[column]
+
+
+def _stats(metadata: Any) -> str:
+    """Statistics as Delta's log has them: least and greatest of the databases' names and of whole numbers; texts may be long,
+    and NaN has no place in an order."""
+    nulls: dict[str, int] = {}
+    least: dict[str, Any] = {}
+    greatest: dict[str, Any] = {}
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    for index, name in enumerate(metadata.schema.to_arrow_schema().names):
+        chunks = [group.column(index).statistics for group in groups]
+        if any(chunk is None or not chunk.has_null_count for chunk in chunks):
+            continue
+        nulls[name] = sum(chunk.null_count for chunk in chunks)
+        bounded = [chunk for chunk in chunks if chunk.has_min_max]
+        is_ordered = name == DATABASE or metadata.schema.column(index).physical_type == "INT64"
+        if is_ordered and bounded and len(bounded) == sum(chunk.num_values > 0 for chunk in chunks):
+            least[name] = min(chunk.min for chunk in bounded)
+            greatest[name] = max(chunk.max for chunk in bounded)
+    facts = {"numRecords": metadata.num_rows, "minValues": least, "maxValues": greatest, "nullCount": nulls}
+    return msgspec.json.encode(facts).decode()

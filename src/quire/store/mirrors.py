@@ -1,0 +1,210 @@
+"""Mirrors: lakehouse tables that are kept in step with a table of many SQLite databases (L3): `store.mirrors`.
+
+Terms
+  target    the table: `delta:URL`, `iceberg:CATALOG.NAMESPACE.TABLE` or `parquet:URL`
+  run       one job that brings the target up to date, with one commit (`quire.jobs.mirror.job`)
+
+Dropping a mirror leaves its target as it is.
+
+Threads: any. Raises `InvalidInput`, `InvalidName`, `NameTaken`, `NotFound`, and what runs raise.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.core.barrier import changes
+from quire.core.errors import InvalidInput
+from quire.durable.names import check_name
+from quire.jobs.handler import Progress
+from quire.jobs.mirror.plan import differences, find_mirror, held_databases
+from quire.jobs.runner import no_tick
+from quire.manifest import tables as t
+from quire.manifest.ops.mirrors import DropMirror, PutMirror
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import JobKind, MirrorRecord
+
+if TYPE_CHECKING:
+    from quire.store.store import Store
+    from quire.store.wiring import Wiring
+
+FILE_BYTES_MIN = 64 << 10
+OPTIONS = ("file_bytes", "misfits")
+"""Options of a mirror that are not its target's."""
+
+
+class MirrorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A mirror, and how far its target is behind."""
+
+    name: str
+    databases: list[str]
+    """Names and patterns."""
+    table: str
+    target: str
+    options: dict[str, str]
+    every_seconds: float
+    """Between two scheduled runs; 0: it runs on request."""
+    created_at_ms: int
+    started_at_ms: int
+    """When the last run began; 0 for never."""
+    synced_at_ms: int
+    """When the target was last brought up to date; 0 for never."""
+    batch_id: int
+    """The last commit in the target."""
+    followed: int
+    """Databases that match now."""
+    held: int
+    """Databases that the target holds …"""
+    rows: int
+    """… with so many rows …"""
+    size_bytes: int
+    """… in so many bytes of files."""
+    changed: int
+    """Databases that have changed since, or are new."""
+    dropped: int
+    """Databases that are gone, and are in the target still."""
+
+
+class MirrorRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run did."""
+
+    mirror: str
+    batch_id: int
+    """The commit that the target holds now."""
+    full: bool
+    """Whether everything was written: the first time, and when target and store disagree."""
+    databases: int
+    changed: int
+    dropped: int
+    copied: int
+    """Databases that did not change and were written again, because they share a file with one that did."""
+    files_added: int
+    files_removed: int
+    rows_written: int
+    bytes_written: int
+    runner: str
+
+
+def mirror_status(txn: ReadTxn, mirror_id: int, record: MirrorRecord, newest: Mapping[int, int]) -> MirrorStatus:
+    """A mirror as the manifest has it; `newest` are the versions of databases that are open."""
+    held = held_databases(txn, mirror_id)
+    differ = differences(txn, record, held, newest)
+    return MirrorStatus(
+        name=record.name,
+        databases=record.databases,
+        table=record.table,
+        target=record.target,
+        options=record.options,
+        every_seconds=record.every_ms / 1000,
+        created_at_ms=record.created_at_ms,
+        started_at_ms=record.started_at_ms,
+        synced_at_ms=record.synced_at_ms,
+        batch_id=record.batch_id,
+        followed=differ.followed,
+        held=len(held),
+        rows=sum(row.rows for row in held.values()),
+        size_bytes=sum(row.size_bytes for row in held.values()),
+        changed=len(differ.changed),
+        dropped=len(differ.gone),
+    )
+
+
+def mirror_statuses(txn: ReadTxn, newest: Mapping[int, int] | None = None) -> list[MirrorStatus]:
+    """All mirrors, by name."""
+    found = [mirror_status(txn, mirror_id, record, newest or {}) for (mirror_id,), record in txn.scan(t.MIRROR)]
+    return sorted(found, key=lambda status: status.name)
+
+
+class Mirrors:
+    """The mirrors of an opened store: `store.mirrors`."""
+
+    def __init__(self, store: Store, wiring: Wiring) -> None:
+        self._store = store
+        self._wiring = wiring
+        self._manifest = store.manifest
+        self._manifest.cover(self)
+
+    @changes
+    def create(
+        self,
+        name: str,
+        databases: str | Sequence[str],
+        table: str,
+        target: str,
+        *,
+        every_seconds: float = 0,
+        options: Mapping[str, str] | None = None,
+    ) -> MirrorStatus:
+        """A new mirror of a table of all page databases whose names match; nothing is written before its first run.
+
+        With `every_seconds` the owner runs it so often. Options: `misfits` (`error`, or `null`: what a value that is not of its
+        column's type becomes), `file_bytes` (databases are packed into files of about so many bytes), and those of the target.
+        """
+        from quire.jobs.mirror.job import check_target  # loads Arrow and SQLite
+
+        check_name("mirror", name)
+        patterns = [databases] if isinstance(databases, str) else list(databases)
+        if not patterns or not all(patterns) or not table:
+            raise InvalidInput("a mirror has databases and a table", hint="`tenant-*` and `orders`, say", name=name)
+        given = dict(options or {})
+        _check_options(given)
+        if every_seconds < 0 or 0 < every_seconds < 1:
+            raise InvalidInput("a mirror runs every second at most", every_seconds=every_seconds)
+        kind, where = target.partition(":")[::2]
+        if kind in ("delta", "parquet") and where and "://" not in where:
+            target = f"{kind}:{os.path.abspath(where)}"
+        mirror_id = secrets.randbits(63)
+        record = MirrorRecord(
+            name, patterns, table, target, self._manifest.clock.now_ms(), int(every_seconds * 1000), given
+        )
+        check_target(self._wiring.context, mirror_id, record)
+        self._manifest.submit([PutMirror(mirror_id, t.MIRROR.codec.checked(record))]).result()
+        return self.status(name)
+
+    @changes
+    def run(self, name: str, *, runner: str = "", full: bool = False, progress: Progress = no_tick) -> MirrorRun:
+        """Bring a mirror's target up to date now; what was done. With `full` everything is written again."""
+        with self._manifest.read() as txn:
+            find_mirror(txn, name)
+        payload = {"mirror": name, "runner": runner, "full": full}
+        job_id = self._manifest.jobs.enqueue(JobKind.MIRROR, 0, payload)
+        self._wiring.worker.run(job_id, watch=progress, reraise=True)
+        return msgspec.convert(self._manifest.jobs.get(job_id).result, MirrorRun)
+
+    def status(self, name: str) -> MirrorStatus:
+        """A mirror, and how far its target is behind."""
+        with self._manifest.read() as txn:
+            return mirror_status(txn, *find_mirror(txn, name), self._newest())
+
+    def list(self) -> list[MirrorStatus]:
+        """All mirrors, by name."""
+        with self._manifest.read() as txn:
+            return mirror_statuses(txn, self._newest())
+
+    @changes
+    def drop(self, name: str) -> MirrorStatus:
+        """Forget a mirror, as it was. Its target stays."""
+        with self._manifest.read() as txn:
+            mirror_id, record = find_mirror(txn, name)
+            status = mirror_status(txn, mirror_id, record, self._newest())
+        while True:
+            self._manifest.submit([DropMirror(mirror_id)]).result()
+            with self._manifest.read() as txn:
+                if txn.get(t.MIRROR, mirror_id) is None:
+                    return status
+
+    def _newest(self) -> dict[int, int]:
+        return {store.db_id: store.wal.written.lsn for store in self._store.pages.stores() if store.wal.failure is None}
+
+
+def _check_options(given: Mapping[str, str]) -> None:
+    size = given.get("file_bytes", str(FILE_BYTES_MIN))
+    if not size.isdecimal() or int(size) < FILE_BYTES_MIN:
+        raise InvalidInput("file_bytes is a number of bytes", hint=f"{FILE_BYTES_MIN} or more", file_bytes=size)
+    if given.get("misfits", "error") not in ("error", "null"):
+        raise InvalidInput("misfits is one of: error, null", misfits=given["misfits"])
