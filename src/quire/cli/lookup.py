@@ -131,15 +131,15 @@ def title_of(snapshot: SnapshotInfo) -> str:
     return f"{snapshot.name} (id {snapshot.snapshot_id})" if snapshot.name else f"#{snapshot.snapshot_id}"
 
 
-def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
+def tags_of(given: list[str], *, reserved: str = "", what: str = "tag") -> dict[str, str]:
     """The tags that `--tag key=value` options give; `reserved` is a key that has a meaning of its own."""
     tags: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not (equals and key.strip()):
-            raise InvalidInput("a tag is a key and a value", hint="use --tag key=value", given=text)
+            raise InvalidInput(f"a {what} is a key and a value", hint=f"use --{what} key=value", given=text)
         if key in tags:
-            raise InvalidInput("a tag is given twice", hint="give each key once", key=key)
+            raise InvalidInput(f"a {what} is given twice", hint="give each key once", key=key)
         if key == reserved:
             raise InvalidInput("this tag is reserved for automatic snapshots", hint="use another key", key=key)
         tags[key] = value

@@ -60,6 +60,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "sqlite": ("sqlite", "Import, export, follow and query SQLite databases."),
     "kv": ("kv", "Read, write and maintain key-value databases."),
     "stream": ("stream", "Append to streams, read them and move them between tiers."),
+    "mirror": ("mirror", "Keep lakehouse tables in step with tables of many databases."),
     "retention": ("retention", "Choose which snapshots are kept or created automatically."),
     "jobs": ("jobs", "Inspect and control durable jobs."),
     "feed": ("feed", "Read the change feed and manage its cursors."),

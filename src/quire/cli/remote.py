@@ -33,6 +33,7 @@ from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
 from quire.service.sockets import find_owner
+from quire.store.mirrors import absolute_target
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -49,6 +50,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "jobs": ("retry", "cancel"),
     "feed": ("drop", "resume"),
     "objects": ("create_namespace", "drop_namespace"),
+    "mirror": ("create", "run", "drop"),
     "kv": ("get", "put", "delete", "scan", "stats", "compact", "verify", "backup", "list_backups", "restore"),
     "stream": ("append", "read", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
     "sqlite": ("import_", "export", "follow", "unfollow"),
@@ -102,6 +104,8 @@ def done_there(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], lo
         for path in PATHS.get(function, ()):
             if given.get(path) and "://" not in given[path]:
                 given[path] = os.path.abspath(given[path])
+        if function == "mirror.create":
+            given["to"] = absolute_target(given["to"])
         try:
             if function == "stream.append" and not given["record"]:
                 return _appended(owner, cli, given)

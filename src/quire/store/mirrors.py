@@ -22,7 +22,7 @@ from quire.core.barrier import changes
 from quire.core.errors import InvalidInput
 from quire.durable.names import check_name
 from quire.jobs.handler import Progress
-from quire.jobs.mirror.plan import differences, find_mirror, held_databases
+from quire.jobs.mirror.changed import differences, find_mirror, held_databases
 from quire.jobs.runner import no_tick
 from quire.manifest import tables as t
 from quire.manifest.ops.mirrors import DropMirror, PutMirror
@@ -90,8 +90,11 @@ class MirrorRun(msgspec.Struct, frozen=True, kw_only=True):
     runner: str
 
 
-def mirror_status(txn: ReadTxn, mirror_id: int, record: MirrorRecord, newest: Mapping[int, int]) -> MirrorStatus:
-    """A mirror as the manifest has it; `newest` are the versions of databases that are open."""
+def mirror_status(
+    txn: ReadTxn, mirror_id: int, record: MirrorRecord, newest: Mapping[int, int] | None = None
+) -> MirrorStatus:
+    """A mirror as the manifest has it; `newest` are the versions of databases that are open. Who does not own the store does
+    not know them, and goes by what is published."""
     held = held_databases(txn, mirror_id)
     differ = differences(txn, record, held, newest)
     return MirrorStatus(
@@ -116,7 +119,7 @@ def mirror_status(txn: ReadTxn, mirror_id: int, record: MirrorRecord, newest: Ma
 
 def mirror_statuses(txn: ReadTxn, newest: Mapping[int, int] | None = None) -> list[MirrorStatus]:
     """All mirrors, by name."""
-    found = [mirror_status(txn, mirror_id, record, newest or {}) for (mirror_id,), record in txn.scan(t.MIRROR)]
+    found = [mirror_status(txn, mirror_id, record, newest) for (mirror_id,), record in txn.scan(t.MIRROR)]
     return sorted(found, key=lambda status: status.name)
 
 
@@ -155,12 +158,15 @@ class Mirrors:
         _check_options(given)
         if every_seconds < 0 or 0 < every_seconds < 1:
             raise InvalidInput("a mirror runs every second at most", every_seconds=every_seconds)
-        kind, where = target.partition(":")[::2]
-        if kind in ("delta", "parquet") and where and "://" not in where:
-            target = f"{kind}:{os.path.abspath(where)}"
         mirror_id = secrets.randbits(63)
         record = MirrorRecord(
-            name, patterns, table, target, self._manifest.clock.now_ms(), int(every_seconds * 1000), given
+            name,
+            patterns,
+            table,
+            absolute_target(target),
+            self._manifest.clock.now_ms(),
+            int(every_seconds * 1000),
+            given,
         )
         check_target(self._wiring.context, mirror_id, record)
         self._manifest.submit([PutMirror(mirror_id, t.MIRROR.codec.checked(record))]).result()
@@ -200,6 +206,21 @@ class Mirrors:
 
     def _newest(self) -> dict[int, int]:
         return {store.db_id: store.wal.written.lsn for store in self._store.pages.stores() if store.wal.failure is None}
+
+
+def absolute_target(target: str) -> str:
+    """A target, with the path in it absolute.
+
+    >>> (
+    ...     absolute_target("delta:s3://lake/orders"),
+    ...     absolute_target("parquet:/srv/lake/"),
+    ...     absolute_target("iceberg:lake.a.b"),
+    ... )
+    ('delta:s3://lake/orders', 'parquet:/srv/lake', 'iceberg:lake.a.b')
+    """
+    kind, _, where = target.partition(":")
+    is_path = kind in ("delta", "parquet") and where and "://" not in where
+    return f"{kind}:{os.path.abspath(where)}" if is_path else target
 
 
 def _check_options(given: Mapping[str, str]) -> None:

@@ -45,6 +45,7 @@ from quire.store.info import (
     status_named,
     store_info,
 )
+from quire.store.mirrors import Mirrors
 from quire.store.namespaces import Namespaces
 from quire.store.why import why
 from quire.store.wiring import Wiring
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from quire.sqlite.followers import FileFollowers
     from quire.store.backup import BackedUp
     from quire.store.backup import Progress as BackupProgress
-    from quire.store.mirrors import Mirrors
     from quire.store.restoring_database import RestoredDatabase
     from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
@@ -202,8 +202,6 @@ class Store:
     @property
     def mirrors(self) -> Mirrors:
         """Lakehouse tables that follow a table of many databases: `create`, `run`, `status`, `list`, `drop`."""
-        from quire.store.mirrors import Mirrors  # loads Arrow
-
         return Mirrors(self, self._parts)
 
     @property

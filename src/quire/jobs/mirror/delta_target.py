@@ -18,7 +18,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from quire.core.errors import InvalidInput, StalePlan
 from quire.jobs.mirror.run import Column, WrittenFile, arrow_schema
-from quire.jobs.mirror.target import FileSize, TargetState
+from quire.jobs.mirror.target import FileSize, TargetState, require_same
 from quire.sqlite.tables import DATABASE
 
 TO_DELTA = {"bigint": "long", "double": "double", "string": "string", "binary": "binary", "boolean": "boolean"}
@@ -68,13 +68,12 @@ class DeltaTarget:
                 columns.append((field.name, FROM_DELTA[kind]))
         return columns
 
-    def create(self, columns: Sequence[Column]) -> None:
+    def create(self) -> None:
         """See `Target`."""
         try:
-            DeltaTable.create(self.location, schema=arrow_schema(columns), mode="error", storage_options=self._storage)
+            DeltaTable.create(self.location, schema=arrow_schema(()), mode="error", storage_options=self._storage)
         except DeltaError as error:
             raise _refused(error, self.location) from error
-        self.read()
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         """See `Target`."""
@@ -86,10 +85,7 @@ class DeltaTarget:
             raise _stale(error, self.location) from error
         except DeltaError as error:
             raise _refused(error, self.location) from error
-        before = self._state
-        after = self.read()
-        if before is None or after is None or (before.batch_id, before.files) != (after.batch_id, after.files):
-            raise StalePlan("the target has changed meanwhile", hint="plan it again", target=self.location)
+        require_same(self._state, self.read(), self.location)
 
     def commit(self, batch_id: int, add: Sequence[WrittenFile], remove: Sequence[str]) -> None:
         """See `Target`."""

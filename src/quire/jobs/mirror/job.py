@@ -34,18 +34,8 @@ from quire.core.limits import MIB
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext, PagesOfStore
 from quire.jobs.handler import Completed, Outcome, Progress, commit_step, options
-from quire.jobs.mirror.plan import (
-    Differences,
-    batch_rows,
-    differences,
-    find_mirror,
-    heaps,
-    held_databases,
-    merged_columns,
-    size_of,
-    sources,
-    units,
-)
+from quire.jobs.mirror.changed import Differences, differences, find_mirror, held_databases, size_of
+from quire.jobs.mirror.plan import batch_rows, heaps, merged_columns, sources, units
 from quire.jobs.mirror.run import (
     Column,
     ForeignFile,
@@ -157,6 +147,11 @@ class _Run:
     def run(self, *, full: bool) -> dict[str, Any]:
         """Do it; what was done."""
         state = self._target.read()
+        if state is None:
+            self._target.create()
+            hit("jobs.mirror.created")
+            if (state := self._target.read()) is None:
+                raise StalePlan("the target was removed meanwhile", hint="plan it again", target=self._mirror.target)
         held, is_full = self._agree(state, full=full)
         plan = self._look(held)
         done = {
@@ -173,12 +168,12 @@ class _Run:
                 before = held_databases(txn, self._mirror_id)
             gone = {db_id: row for db_id, row in before.items() if db_id not in plan.views}
             plan.differ = dataclasses.replace(plan.differ, gone=gone)
-        if not plan.views and not plan.differ.gone and not (is_full and state is not None and state.files):
+        if not plan.views and not plan.differ.gone and not (is_full and state.files):
             commit_step(self._ctx, self._job, [MarkMirror(self._mirror_id, is_synced=True)])
             return {**done, "batch_id": self._mirror.batch_id, "copied": 0, **_sizes((), ())}
-        batch_id = max(self._mirror.last_batch_id, state.batch_id if state is not None else 0) + 1
-        self._write(plan, batch_id, state.columns if state is not None else ())
-        removed = set(state.files if state is not None else ()) if is_full else plan.replaced
+        batch_id = max(self._mirror.last_batch_id, state.batch_id) + 1
+        self._write(plan, batch_id, state.columns)
+        removed = set(state.files) if is_full else plan.replaced
         hit("jobs.mirror.written")
         self._evolve(state, plan.columns)
         self._record(batch_id, plan)
@@ -189,10 +184,10 @@ class _Run:
         return {**done, "batch_id": batch_id, "copied": plan.copied, **_sizes(plan.files, removed)}
 
     # ── where the target stands ───────────────────────────────────────────────────────────────────────────────────────
-    def _agree(self, state: TargetState | None, *, full: bool) -> tuple[Held, bool]:
+    def _agree(self, state: TargetState, *, full: bool) -> tuple[Held, bool]:
         """(what the target holds, whether everything is written again)."""
         mirror = self._mirror
-        if state is None or not (state.batch_id or state.files):
+        if not (state.batch_id or state.files):
             return {}, True
         if not state.batch_id:
             raise _not_ours(mirror)
@@ -316,12 +311,8 @@ class _Run:
         if self._lease_id:
             self._ctx.manifest.leases.renew(self._lease_id)
 
-    def _evolve(self, state: TargetState | None, columns: tuple[Column, ...]) -> None:
-        """Have the table, with all columns that the files need."""
-        if state is None:
-            self._target.create(columns)
-            hit("jobs.mirror.created")
-            return
+    def _evolve(self, state: TargetState, columns: tuple[Column, ...]) -> None:
+        """Have all columns that the files need."""
         added = [column for column in columns if column not in state.columns]
         if added:
             self._target.add_columns(added)

@@ -119,7 +119,7 @@ class ParquetTarget:
         batch_id = manifest.batch_id if manifest.app_id == self._app_id else 0
         return TargetState(batch_id, tuple(manifest.columns), files)
 
-    def create(self, columns: Sequence[Column]) -> None:
+    def create(self) -> None:
         """See `Target`."""
         self._put(
             TableManifest(
@@ -128,7 +128,7 @@ class ParquetTarget:
                 app_id=self._app_id,
                 batch_id=0,
                 committed_at_ms=self._now_ms,
-                columns=list(columns),
+                columns=[],
                 files=[],
             )
         )

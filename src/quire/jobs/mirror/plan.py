@@ -1,4 +1,4 @@
-"""What a run of a mirror has to do: which databases changed, and which files of the target are rewritten for them (L3).
+"""What a run of a mirror writes: which files of the target are rewritten for databases that changed (L3).
 
 A database that changed is read anew, whole. Others that share a file with it are copied from that file. What is written is cut
 into files of about `file_bytes`, in the order of the databases' names.
@@ -10,92 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import chain
 
 from msgspec.structs import replace
 
-from quire.core.errors import NotFound
-from quire.jobs.enqueue import has_open_segment
+from quire.jobs.mirror.changed import Differences
 from quire.jobs.mirror.run import Column, Source, WrittenFile
 from quire.jobs.runner import balanced
-from quire.manifest import tables as t
-from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbStatus, MirrorDatabaseRecord, MirrorRecord
+from quire.manifest.records import MirrorDatabaseRecord
 from quire.pages.view import SnapshotView
 
 TASKS_PER_CORE = 4
 SOURCE_BYTES = 64 << 10
 """What a source costs at least, as if it were so many bytes: opening a database takes a few milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiveDatabase:
-    """A database that a mirror follows."""
-
-    db_id: int
-    name: str
-    lsn: int
-    """Its newest version; 0 if only opening it tells, because its last owner was killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """What the target lacks, and what it has too much."""
-
-    changed: list[LiveDatabase]
-    gone: dict[int, MirrorDatabaseRecord]
-    followed: int
-    """Databases that the mirror follows."""
-
-
-def differences(
-    txn: ReadTxn, mirror: MirrorRecord, held: Mapping[int, MirrorDatabaseRecord], newest: Mapping[int, int]
-) -> Differences:
-    """Compare the databases with what the target holds of them; `newest` are the versions of those that are open.
-
-    A database that is closed because its rows are damaged stays in the target as it was.
-    """
-    refused, changed, same = txn.refused_databases(), list[LiveDatabase](), set[int]()
-    for db_id, record in txn.databases():
-        is_followed = record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED
-        if not is_followed or not any(fnmatchcase(record.name, pattern) for pattern in mirror.databases):
-            continue
-        row, lsn = held.get(db_id), 0 if db_id in refused else newest_version(txn, db_id, newest)
-        if db_id in refused or (row is not None and lsn and (row.name, row.lsn) == (record.name, lsn)):
-            same.add(db_id)
-        else:
-            changed.append(LiveDatabase(db_id, record.name, lsn))
-    kept = same | {database.db_id for database in changed}
-    return Differences(changed, {db_id: row for db_id, row in held.items() if db_id not in kept}, len(kept))
-
-
-def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int]) -> int:
-    """The newest version of a database; 0 if nobody knows before it is opened."""
-    if db_id in newest:
-        return newest[db_id]
-    wal = txn.wal_state(db_id)
-    return 0 if wal is None or has_open_segment(txn, db_id) else wal.last_applied_lsn
-
-
-def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:
-    """A mirror by its name."""
-    for (mirror_id,), record in txn.scan(t.MIRROR):
-        if record.name == name:
-            return mirror_id, record
-    raise NotFound("no mirror has this name", hint="`quire mirror ls` lists them", mirror=name)
-
-
-def size_of(txn: ReadTxn, db_id: int) -> int:
-    """Bytes of a database's pages, as the manifest knows them."""
-    record, wal = txn.database(db_id), txn.wal_state(db_id)
-    return wal.size_pages * record.page_size if record is not None and wal is not None else 0
-
-
-def held_databases(txn: ReadTxn, mirror_id: int) -> dict[int, MirrorDatabaseRecord]:
-    """What the target holds, by database, as of the last batch that was adopted."""
-    return {db_id: row for (_, db_id), row in txn.scan(t.MIRROR_DATABASE, mirror_id)}
 
 
 def sources(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
-from quire.core.errors import InvalidConfig, InvalidInput
+from quire.core.errors import InvalidConfig, InvalidInput, StalePlan
 from quire.jobs.mirror.run import Column, WrittenFile
 
 FORMATS = ("delta", "iceberg", "parquet")
@@ -48,19 +48,25 @@ class Target(Protocol):
 
     @property
     def location(self) -> str:
-        """The URL of its directory."""
+        """The URL of its directory; known once there is a table."""
 
     def read(self) -> TargetState | None:
         """What is there now; `None` if there is no table. Later calls speak of this state."""
 
-    def create(self, columns: Sequence[Column]) -> None:
-        """Make an empty table."""
+    def create(self) -> None:
+        """Make an empty table, with the database's name as its only column."""
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         """Add columns, in a commit of its own: readers never see data without its column."""
 
     def commit(self, batch_id: int, add: Sequence[WrittenFile], remove: Sequence[str]) -> None:
         """Replace files by others, in one commit that carries the batch's number."""
+
+
+def require_same(before: TargetState | None, after: TargetState | None, target: str) -> None:
+    """Refuse to go on if somebody has committed rows since the plan was made."""
+    if before is None or after is None or (before.batch_id, before.files) != (after.batch_id, after.files):
+        raise StalePlan("the target has changed meanwhile", hint="plan it again", target=target)
 
 
 def split_target(target: str) -> tuple[str, str]:

@@ -1,0 +1,144 @@
+"""Commands about mirrors: create, run, status, ls, drop.
+
+A mirror is run by whoever owns the store; `status` and `ls` read beside it, and see what the owner has published, which is at
+most a second old.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from quire.cli.command import Cli, confirm
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.formatting import count_of, duration, moment, seconds_of, size
+from quire.cli.job_progress import Bench
+from quire.cli.lookup import Runner, Yes, need_runner, tags_of
+from quire.cli.output import Facts, Listing, Note, Row
+from quire.core.errors import InvalidInput
+from quire.jobs.mirror.changed import find_mirror
+from quire.store.mirrors import mirror_status, mirror_statuses
+
+if TYPE_CHECKING:
+    from quire.store.mirrors import MirrorRun, MirrorStatus
+
+group = Group("mirror")
+
+Name = Annotated[str, Argument(metavar="NAME", help="The mirror's name.")]
+
+
+@command("create", group, example="quire mirror create lake --databases 'tenant-*' --table orders --to delta:./lake")
+def create(
+    cli: Cli,
+    name: Name,
+    databases: Annotated[
+        list[str] | None, Option("--databases", metavar="PATTERN", help="Databases to follow; repeatable.")
+    ] = None,
+    table: Annotated[str, Option("--table", metavar="TABLE", help="The table to mirror.")] = "",
+    to: Annotated[
+        str, Option("--to", metavar="TARGET", help="delta:URL, iceberg:CATALOG.NAMESPACE.TABLE or parquet:URL.")
+    ] = "",
+    every: Annotated[str, Option("--every", metavar="15m", help="Let the owner run it this often.")] = "",
+    option: Annotated[
+        list[str] | None, Option("--option", metavar="KEY=VALUE", help="An option of mirror or target; repeatable.")
+    ] = None,
+) -> Facts:
+    """Define a lakehouse table that follows a table of many databases.
+
+    Nothing is written before its first run. Databases that match later are followed, too.
+    """
+    if not databases or not table or not to:
+        hint = "quire mirror create NAME --databases 'tenant-*' --table orders --to delta:URL"
+        raise InvalidInput("a mirror needs --databases, --table and --to", hint=hint)
+    seconds = seconds_of(every, "--every") if every else 0
+    options = tags_of(option or [], what="option")
+    with cli.owner() as store:
+        return _facts(store.mirrors.create(name, databases, table, to, every_seconds=seconds, options=options))
+
+
+@command("run", group, example="quire mirror run lake")
+def run(
+    cli: Cli,
+    name: Name,
+    full: Annotated[bool, Option("--full", help="Write everything again.")] = False,
+    runner: Runner = "",
+) -> Note:
+    """Bring the target of a mirror up to date, with one commit."""
+    need_runner(runner)
+    with cli.owner(upkeep=True) as store:
+        ended: list[MirrorRun] = []
+        Bench(store).watch(lambda: ended.append(store.mirrors.run(name, runner=runner, full=full)))
+    return Note(text=_sentence(ended[0]), data=ended[0])
+
+
+@command("status", group, example="quire mirror status lake")
+def status(cli: Cli, name: Name) -> Facts:
+    """Show a mirror and how far its target is behind."""
+    with cli.reader() as manifest, manifest.read() as txn:
+        return _facts(mirror_status(txn, *find_mirror(txn, name)))
+
+
+@command("ls", group, example="quire mirror ls")
+def list_(cli: Cli) -> Listing:
+    """List the mirrors."""
+    with cli.reader() as manifest, manifest.read() as txn:
+        statuses = mirror_statuses(txn)
+    rows = [
+        Row(
+            [
+                status.name,
+                ", ".join(status.databases),
+                status.table,
+                status.target,
+                f"{status.rows:,}",
+                f"{status.changed + status.dropped:,}",
+                _when(status),
+            ],
+            status,
+        )
+        for status in statuses
+    ]
+    columns = ["name", "databases", "table", "target", ">rows", ">behind", "synced"]
+    return Listing(columns=columns, rows=rows, empty="no mirrors: `quire mirror create` makes one")
+
+
+@command("drop", group, example="quire mirror drop lake --yes")
+def drop(cli: Cli, name: Name, yes: Yes = False) -> Note:
+    """Forget a mirror. Its target stays as it is."""
+    if not yes:
+        confirm(f"drop the mirror {name}? Its target stays", "nothing was dropped", {"dropped": None})
+    with cli.owner() as store:
+        dropped = store.mirrors.drop(name)
+    return Note(text=f"dropped the mirror {name}; {dropped.target} stays", data={"dropped": dropped})
+
+
+def _facts(status: MirrorStatus) -> Facts:
+    behind = [
+        *([f"{count_of(status.changed, 'database')} changed"] if status.changed else []),
+        *([f"{status.dropped:,} dropped"] if status.dropped else []),
+    ]
+    lines = [
+        ("mirror", status.name),
+        ("databases", f"{', '.join(status.databases)} ({status.followed:,} now)"),
+        ("table", status.table),
+        ("target", status.target),
+        ("runs", f"every {duration(int(status.every_seconds))}" if status.every_seconds else "on request"),
+        ("holds", f"{count_of(status.rows, 'row')} of {count_of(status.held, 'database')}, {size(status.size_bytes)}"),
+        ("synced", _when(status)),
+        ("behind", ", ".join(behind) or "nothing"),
+    ]
+    return Facts(lines=lines, data=status)
+
+
+def _when(status: MirrorStatus) -> str:
+    return moment(status.synced_at_ms) if status.synced_at_ms else "never"
+
+
+def _sentence(run: MirrorRun) -> str:
+    if not run.changed and not run.dropped:
+        return f"{run.mirror} is up to date: none of {count_of(run.databases, 'database')} has changed"
+    what = "loaded" if run.full else "updated"
+    gone = f", {count_of(run.dropped, 'database')} removed" if run.dropped else ""
+    return (
+        f"{what} {run.mirror}: {count_of(run.changed, 'database')} of {run.databases:,} written{gone}; "
+        f"{count_of(run.rows_written, 'row')}, {size(run.bytes_written)} in {count_of(run.files_added, 'file')}"
+    )
