@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Argument, Option
-from quire.cli.formatting import moment
+from quire.cli.formatting import article, moment
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
@@ -137,9 +137,9 @@ def tags_of(given: list[str], *, reserved: str = "", what: str = "tag") -> dict[
     for text in given:
         key, equals, value = text.partition("=")
         if not (equals and key.strip()):
-            raise InvalidInput(f"a {what} is a key and a value", hint=f"use --{what} key=value", given=text)
+            raise InvalidInput(f"{article(what)} is a key and a value", hint=f"use --{what} key=value", given=text)
         if key in tags:
-            raise InvalidInput(f"a {what} is given twice", hint="give each key once", key=key)
+            raise InvalidInput(f"{article(what)} is given twice", hint="give each key once", key=key)
         if key == reserved:
             raise InvalidInput("this tag is reserved for automatic snapshots", hint="use another key", key=key)
         tags[key] = value

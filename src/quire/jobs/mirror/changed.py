@@ -22,8 +22,8 @@ class LiveDatabase:
 
     db_id: int
     name: str
-    lsn: int
-    """Its newest version; 0 if only opening it tells, because its last owner was killed."""
+    lsn: int | None
+    """Its newest version; `None` if only opening it tells, because its last owner was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def differences(
         is_followed = record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED
         if not is_followed or not any(fnmatchcase(record.name, pattern) for pattern in mirror.databases):
             continue
-        row, lsn = held.get(db_id), 0 if db_id in refused else newest_version(txn, db_id, newest)
-        if db_id in refused or (row is not None and lsn and (row.name, row.lsn) == (record.name, lsn)):
+        row, lsn = held.get(db_id), None if db_id in refused else newest_version(txn, db_id, newest)
+        if db_id in refused or (row is not None and (row.name, row.lsn) == (record.name, lsn)):
             same.add(db_id)
         else:
             changed.append(LiveDatabase(db_id, record.name, lsn))
@@ -58,13 +58,14 @@ def differences(
     return Differences(changed, {db_id: row for db_id, row in held.items() if db_id not in kept}, len(kept))
 
 
-def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int] | None) -> int:
-    """The newest version of a database; 0 if nobody knows before it is opened."""
+def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int] | None) -> int | None:
+    """The newest version of a database; `None` if nobody knows before it is opened."""
     if newest is not None and db_id in newest:
         return newest[db_id]
     wal = txn.wal_state(db_id)
-    is_unknown = wal is None or (newest is not None and has_open_segment(txn, db_id))
-    return 0 if wal is None or is_unknown else wal.last_applied_lsn
+    if wal is None or (newest is not None and has_open_segment(txn, db_id)):
+        return None
+    return wal.last_applied_lsn
 
 
 def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:

@@ -218,8 +218,12 @@ class _Writer:
             query = ColumnQuery(table, wanted, source.database)
             rows = table_batches(connection, query, in_order=True, null_misfits=self._task.null_misfits)
             names = {column[0]: own for own, _, column in places}
-            for batch in gathered(rows):
-                yield self._conform(batch, names, source.database)
+            try:
+                for batch in gathered(rows):
+                    yield self._conform(batch, names)
+            except InvalidInput as error:
+                hint = "change the value, or let the mirror have the option misfits=null"
+                raise InvalidInput(error.what, hint=hint, **{**error.where, "database": source.database}) from error
 
     def _places(self, table: SqliteTable, database: str) -> list[tuple[str, str, Column]]:
         """(column of the table, its type, column of the target); new ones are the target's from now on."""
@@ -254,9 +258,9 @@ class _Writer:
             rows = table.filter(pc.equal(table[DATABASE], source.database))
             names = {name: name for name in table.schema.names}
             for batch in rows.to_batches():
-                yield self._conform(batch, names, source.database)
+                yield self._conform(batch, names)
 
-    def _conform(self, batch: pa.RecordBatch, names: dict[str, str], database: str) -> pa.RecordBatch:
+    def _conform(self, batch: pa.RecordBatch, names: dict[str, str]) -> pa.RecordBatch:
         """A batch with the target's columns; `names` says which of the batch's is which."""
         arrays = []
         for field in self._schema:
@@ -269,10 +273,7 @@ class _Writer:
                 try:
                     array = array.cast(field.type)
                 except pa.ArrowInvalid as error:
-                    hint = "declare the column as INTEGER in all databases, or as REAL in none"
-                    raise InvalidInput(
-                        f"a value does not fit the target's column: {error}", hint=hint, column=own, database=database
-                    ) from error
+                    raise InvalidInput(f"a value does not fit the target's column: {error}", column=own) from error
             arrays.append(array)
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 

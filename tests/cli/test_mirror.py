@@ -1,0 +1,43 @@
+"""`quire mirror`: from definition to end, for people and programs."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import quire
+from tests.cli.conftest import Run
+
+
+def test_a_mirror_from_its_definition_to_its_end(run: Run, path: Path, tmp_path: Path) -> None:
+    with quire.open(path) as store, closing(store.sqlite("shop")) as connection:
+        connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, item TEXT)")
+        connection.execute("INSERT INTO orders VALUES (1, 'lamp'), (2, 'desk')")
+    target = f"parquet:{tmp_path}/lake"
+    made = run(
+        "mirror", "create", "lake", "--databases", "sh*", "--table", "orders", "--to", target, "--every", "1h", "--json"
+    ).data
+    assert (made["databases"], made["target"], made["every_seconds"], made["changed"]) == (["sh*"], target, 3600, 1)
+    assert "loaded lake: 1 database of 1 written; 2 rows" in run("mirror", "run", "lake").out
+    assert "up to date" in run("mirror", "run", "lake").out
+    assert run("mirror", "run", "lake", "--full", "--json").data["rows_written"] == 2
+    shown = run("mirror", "status", "lake").out
+    assert "every 1h" in shown
+    assert "2 rows of 1 database" in shown
+    (listed,) = run("mirror", "ls", "--json").data
+    assert (listed["name"], listed["rows"], listed["changed"]) == ("lake", 2, 0)
+    assert "lake" in run("mirror", "ls").out
+    assert len(json.loads((tmp_path / "lake" / "manifest.json").read_text())["files"]) == 1
+    assert run("mirror", "drop", "lake", "--yes", "--json").data["dropped"]["name"] == "lake"
+    assert run("mirror", "ls", "--json").data == []
+    assert (tmp_path / "lake" / "manifest.json").exists()
+
+
+def test_mistakes_are_sentences(run: Run, tmp_path: Path) -> None:
+    assert "needs --databases, --table and --to" in run("mirror", "create", "lake").err
+    where = ["mirror", "create", "lake", "--databases", "a*", "--table", "t"]
+    assert "no target of a mirror" in run(*where, "--to", "s3://bucket").err
+    assert "an option is a key and a value" in run(*where, "--to", f"parquet:{tmp_path}/x", "--option", "red").err
+    assert "`quire mirror ls` lists them" in run("mirror", "run", "lake").err
+    assert run("mirror", "status", "lake").code == run("mirror", "drop", "lake", "--yes").code != 0

@@ -1,0 +1,79 @@
+"""The manifest of a mirror in Parquet: its page, its round trip, and what damage does to it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import Corruption, FormatTooNew, QuireError
+from quire.jobs.mirror.parquet_target import (
+    FORMAT,
+    ManifestFile,
+    RemovedFile,
+    TableManifest,
+    decode,
+    encode,
+    encode_digest,
+)
+from quire.jobs.mirror.run import TYPES
+from tests.rules.tree import ROOT
+
+PAGE = (ROOT / "docs" / "formats" / "mirror-manifest.md").read_text("utf-8")
+TEXT = st.text(max_size=20)
+NUMBER = st.integers(0, 2**63 - 1)
+
+MANIFESTS = st.builds(
+    TableManifest,
+    format=st.just(FORMAT),
+    version=NUMBER,
+    app_id=TEXT,
+    batch_id=NUMBER,
+    committed_at_ms=NUMBER,
+    columns=st.lists(st.tuples(TEXT, st.sampled_from(sorted(TYPES))), max_size=3),
+    files=st.lists(st.builds(ManifestFile, TEXT, NUMBER, NUMBER), max_size=3),
+    removed=st.lists(st.builds(RemovedFile, TEXT, NUMBER), max_size=3),
+)
+
+
+@given(MANIFESTS)
+def test_what_is_written_is_read(manifest: TableManifest) -> None:
+    found = decode(encode(manifest), "name")
+    assert encode(found) == encode(manifest)
+    assert (found.version, found.columns, found.files) == (manifest.version, manifest.columns, manifest.files)
+
+
+def test_the_page_has_the_fields_and_a_real_example() -> None:
+    assert list(TableManifest.__struct_fields__) == re.findall(
+        r"^\| `(\w+)` \| (?:number|text|list)", PAGE, re.MULTILINE
+    )
+    (example,) = re.findall(r'^(\{"format".*\})$', PAGE, re.MULTILINE)
+    assert encode(decode(example.encode(), "example")).decode() == example
+
+
+def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
+    files = [ManifestFile("data/a.parquet", 7, 3)]
+    manifest = TableManifest(
+        format=1, version=2, app_id="app", batch_id=1, committed_at_ms=5, columns=[("id", "bigint")], files=files
+    )
+    data = encode(manifest)
+    for end in range(len(data)):
+        with pytest.raises(Corruption):
+            decode(data[:end], "cut")
+    for place in range(len(data)):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            with pytest.raises(QuireError):
+                decode(bytes(changed), "flipped")
+
+
+def test_newer_fields_are_ignored_and_newer_formats_refused() -> None:
+    data = b'{"format":%d,"version":1,"app_id":"a","batch_id":0,"committed_at_ms":0,"columns":[],"files":[],"x":1,"digest":""}'
+    assert decode(encode_digest(data % FORMAT), "more").version == 1
+    with pytest.raises(FormatTooNew):
+        decode(encode_digest(data % (FORMAT + 1)), "newer")
+    with pytest.raises(Corruption):
+        decode(encode_digest(b'{"digest":""}'), "empty")
