@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -290,6 +291,26 @@ def test_a_store_that_was_set_back_writes_everything_again(plain: World) -> None
         ended = plain.run(store)
         assert (ended.full, ended.databases) == (True, 1)
         assert not plain.run(store).full
+
+
+def test_replaced_files_and_those_of_killed_runs_go_after_a_while_and_nothing_else_does(
+    plain: World, store: Store
+) -> None:
+    plain.options = {"keep_seconds": "3600"}
+    fill(store, "tenant-1")
+    plain.define(store)
+    plain.run(store)
+    data = plain.root / "lake" / "data"
+    (data / "mine.parquet").write_bytes(b"of somebody else")
+    fill(store, "tenant-2")
+    assert plain.killed_run(store, "jobs.mirror.written")
+    assert len(list(data.iterdir())) == 3
+    for file in data.iterdir():
+        os.utime(file, (1, 1))
+    fill(store, "tenant-3")
+    plain.run(store)  # which removes what the killed run has left
+    live = {file["path"] for file in json.loads((plain.root / "lake" / "manifest.json").read_text())["files"]}
+    assert {f"data/{file.name}" for file in data.iterdir()} == {*live, "data/mine.parquet"}
 
 
 # ── columns and types ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
     "src/quire/archive/archiver.py": 639,  # one state over three threads: cutting, uploading, bases
-    "src/quire/manifest/records.py": 608,  # one record for each table; a second file would only be another place to look
+    "src/quire/manifest/records.py": 647,  # one record for each table; a second file would only be another place to look
 }
 LONGER_FUNCTIONS: dict[str, int] = {}
 
@@ -229,7 +229,12 @@ RULES = [
         find=deletes_objects,
         caught="store.delete_many(['00000001/x'])\n",
         where=("src/quire",),
-        but=("src/quire/objects/", "src/quire/manifest/", "src/quire/testing/faults.py"),  # a store, not its user
+        but=(
+            "src/quire/objects/",
+            "src/quire/manifest/",
+            "src/quire/testing/faults.py",  # a store, not its user
+            "src/quire/jobs/mirror/parquet_target.py",  # files of a mirror's own table, by the names that only it gives
+        ),
     ),
     Rule(
         name="star import",

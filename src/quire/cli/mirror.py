@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import count_of, duration, moment, seconds_of, size
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bench
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
 from quire.cli.output import Facts, Listing, Note, Row
 from quire.core.errors import InvalidInput
+from quire.core.moments import duration, parse_duration
 from quire.jobs.mirror.changed import find_mirror
 from quire.store.mirrors import mirror_status, mirror_statuses
 
@@ -49,7 +50,7 @@ def create(
     if not databases or not table or not to:
         hint = "quire mirror create NAME --databases 'tenant-*' --table orders --to delta:URL"
         raise InvalidInput("a mirror needs --databases, --table and --to", hint=hint)
-    seconds = seconds_of(every, "--every") if every else 0
+    seconds = parse_duration(every, "--every") if every else 0
     options = tags_of(option or [], what="option")
     with cli.owner() as store:
         return _facts(store.mirrors.create(name, databases, table, to, every_seconds=seconds, options=options))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from quire.core.errors import InvalidInput, NotFound
+from quire.core.errors import NotFound
 from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import SINK_OPTIONS, Options, QuireSource
