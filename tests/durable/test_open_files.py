@@ -206,7 +206,7 @@ def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
 
 # ── no descriptor left ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_process_without_descriptors_is_told_its_limit(tmp_path: Path) -> None:
-    """ "check the disk" was the hint."""
+    """The hint was to check the disk."""
     error = translate(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "x", "opening")
     assert isinstance(error, TooManyOpenFiles)
     assert str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) in error.what
