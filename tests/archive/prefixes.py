@@ -41,8 +41,8 @@ from quire.objects.local import LocalStore
 from quire.store.restoring import correct
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.simulation import SETTINGS, START_MS
-from quire.testing.simulation_steps import Model, Reader, State, Steps, observe
+from quire.testing.simulation_lives import SETTINGS, START_MS
+from quire.testing.simulation_steps import Model, NoReader, Steps, observe
 
 ARCHIVED = msgspec.structs.replace(SETTINGS, archive=ArchiveSettings(mode="async", interval_seconds=1e6))
 
@@ -109,16 +109,6 @@ class TapedSteps(Steps):
         done = super()._change(after, act, what)
         self.moments.append(Moment(self.queue.end, [self.model]))
         return done
-
-
-class NoReader(Reader):
-    """No second process reads here."""
-
-    def __init__(self) -> None:
-        pass
-
-    def read(self) -> dict[str, State]:
-        return {}
 
 
 @dataclass

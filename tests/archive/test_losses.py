@@ -9,22 +9,22 @@ import pytest
 
 from quire.archive import base_writer
 from quire.archive.recorder import RecordedFile, Recorder, written
-from quire.testing.simulation import SimulationFailed
-from tests.archive import losses
+from quire.testing.simulation_lives import SimulationFailed
+from quire.testing.simulation_losses import simulate_losses
 
 SEEDS = 6
 _patch = pytest.MonkeyPatch()
 
 
 def test_a_short_run_finds_nothing() -> None:
-    assert losses.run(3, lives=4, steps=12) > 0
+    assert simulate_losses(3, lives=4, steps=12) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_runs_find_nothing(seed: int) -> None:
-    losses.run(seed)
+    simulate_losses(seed)
 
 
 # ── planted bugs: each is called in a process that ends with its life, so nothing is put back ──────────────────────────
@@ -82,7 +82,7 @@ def tables_are_not_handed_over() -> None:
 def test_a_planted_bug_is_found(plant: Callable[[], None]) -> None:
     def run_seeds() -> None:
         for seed in range(SEEDS):
-            losses.run(seed, plant=plant)
+            simulate_losses(seed, plant=plant)
 
     with pytest.raises(SimulationFailed, match="findings:"):
         run_seeds()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ import quire
 from quire.manifest import tables as t
 from quire.testing import simulation
 from quire.testing.faults import ObjectFault
-from quire.testing.simulation import SimulationFailed, simulate
+from quire.testing.simulation import simulate
 from quire.testing.simulation_damage import KINDS, WRITTEN, files_by_kind
+from quire.testing.simulation_lives import SimulationFailed
 from quire.testing.simulation_steps import Model, ModelDatabase, observe
 from tests.manifest.test_check import Vandal
 from tests.store.test_closed_databases import flip
@@ -31,10 +34,39 @@ def test_a_seed_does_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[list[str]] = []
     for _ in range(2):
         steps: list[str] = []
-        monkeypatch.setattr(simulation, "_judge", lambda *told, steps=steps: steps.extend(told[-1].steps))
+        monkeypatch.setattr(simulation, "judge", lambda *told, steps=steps: steps.extend(told[-1].steps))
         simulate(3, lives=1, steps=15, branches=0)
         runs.append(steps)
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--lives", "2", "--steps", "9"],
+        ["--damage", "write of kv log", "--damage", "kv log"],
+        ["--archive", "--lives", "3"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_fails_prints_the_command_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Options were left out, and a run with an archive named the one without."""
+    calls: list[tuple[object, ...]] = []
+
+    def fail(name: str, seed: int, **arguments: object) -> int:
+        calls.append((name, seed, arguments))
+        raise SimulationFailed("as if")
+
+    monkeypatch.setattr(simulation, "simulate", partial(fail, "plain"))
+    monkeypatch.setattr(simulation, "simulate_losses", partial(fail, "archive"))
+    assert simulation.main(options) == 1
+    again = shlex.split(capsys.readouterr().err.partition("again: ")[2])
+    assert again[:3] == ["python", "-m", "quire.testing.simulation"]
+    assert simulation.main(again[3:]) == 1
+    assert calls[0] == calls[1]
 
 
 def test_a_listing_may_leave_out_what_is_reported_as_damaged_and_nothing_else(tmp_path: Path) -> None:
@@ -69,12 +101,13 @@ def test_writes_that_the_disk_loses_or_misplaces_are_noticed(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 900)
-def test_runs_for_a_given_time_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """`make torture SECONDS=3600` runs it for an hour; the seeds are printed and can be run again."""
+@pytest.mark.parametrize("options", [[], ["--archive"]], ids=["alone", "archived"])
+def test_runs_for_a_given_time_find_nothing(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    """`make torture SECONDS=3600` runs them for an hour together; the seeds are printed and can be run again."""
     seed = int(time.time())
     with capsys.disabled():
-        print(f"\nsimulation from seed {seed}")
-    assert simulation.main(["--seed", str(seed), "--seconds", str(SECONDS)]) == 0, capsys.readouterr().err
+        print(f"\nsimulation from seed {seed} {' '.join(options)}")
+    assert simulation.main([*options, "--seed", str(seed), "--seconds", str(SECONDS / 2)]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -97,7 +130,7 @@ def test_a_planted_bug_is_found(plant: plants.Plant) -> None:
 def test_every_kind_of_file_of_a_store_can_be_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind whose files no run ever had would never be tried: names have changed, or steps are missing."""
     kinds: set[str] = set()
-    monkeypatch.setattr(simulation, "_judge", lambda *told: kinds.update(files_by_kind(told[-1].directory)))
+    monkeypatch.setattr(simulation, "judge", lambda *told: kinds.update(files_by_kind(told[-1].directory)))
     for seed in range(3):
         simulate(seed, branches=0)
     assert kinds == KINDS.keys()

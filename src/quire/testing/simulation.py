@@ -2,6 +2,7 @@
 
     python -m quire.testing.simulation --seed 7
     python -m quire.testing.simulation --seconds 600
+    python -m quire.testing.simulation --archive
 
 A *life* goes from opening a store to its end: closed, killed, without power, on a full or failing disk. It is a few dozen
 steps (`Steps`), and a process of its own, forked from one that never opens a store. A *branch* is a life on a copy whose bytes
@@ -22,8 +23,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -31,46 +32,22 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import quire
-from quire.core.settings import (
-    FeedSettings,
-    LsmSettings,
-    MaintenanceSettings,
-    ManifestLogSettings,
-    PagesSettings,
-    StoreSettings,
-    StreamSettings,
-)
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
 from quire.testing.faults import Fault, FaultyDisk, ObjectFault, ObjectFaults, PowerCut
-from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, Damage, choose_damage, inflict
+from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, choose_damage, inflict
+from quire.testing.simulation_lives import SETTINGS, START_MS, Ending, SimulationFailed, held, in_process, judge
+from quire.testing.simulation_losses import simulate_losses
 from quire.testing.simulation_steps import Doubt, Model, Reader, Steps, is_refusal, observe
 
-NEVER = 1e9
-"""Seconds: longer than any run, so that timers of the engines do nothing by themselves."""
-
-SETTINGS = StoreSettings(
-    object_store="../bucket",
-    feed=FeedSettings(retain_seconds=3_600.0),
-    maintenance=MaintenanceSettings(enabled=False, delete_grace_seconds=60.0, runner="threads", merge_chain=3),
-    pages=PagesSettings(page_size=1024, publish_seconds=NEVER, seal_seconds=NEVER),
-    manifest_log=ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2),
-    stream=StreamSettings(segment_bytes=8 << 10, sync_seconds=0, tick_seconds=NEVER, seal_seconds=600.0),
-    lsm=LsmSettings(
-        memtable_bytes=8 << 10, table_bytes=8 << 10, block_bytes=512, level0_tables=2, level_bytes=32 << 10
-    ),
-)
-
 NO_CALL = 10**9
-START_MS = 4_102_444_800_000
-"""In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
 BETWEEN_LIVES = (0.0,) * 8 + (-86_400.0, -60.0, 60.0, 86_400.0)
 """Seconds by which the wall clock may be set while nobody has the store open."""
 LIVES = 12
@@ -102,24 +79,6 @@ FAULTS: tuple[Trouble, ...] = (
 )
 
 
-class SimulationFailed(AssertionError):
-    """Something was not as promised; the message has the seed, the life, its steps and what was found."""
-
-
-@dataclass
-class Ending:
-    """How a life ended, as its process tells the next one."""
-
-    models: list[Model]
-    """The model, or both sides of a doubt."""
-    now_ms: int
-    directory: str
-    findings: list[str] = field(default_factory=list)
-    steps: list[str] = field(default_factory=list)
-    damage: Damage | None = None
-    """What is done to the copy of a branch."""
-
-
 def simulate(
     seed: int,
     *,
@@ -145,20 +104,10 @@ def simulate(
             if number and draw.random() < branches:
                 _branch(seed, number, last, kinds, plant)
             drawn: Sequence[Trouble] = faults if number < lives else (Trouble(1, None),)
-            last = _in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, drawn, plant))
-            _judge(seed, number, last)
+            last = in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, drawn, plant))
+            judge(seed, number, last)
             done += len(last.steps)
         return done
-
-
-def _judge(seed: int, number: int, ending: Ending) -> None:
-    if ending.findings:
-        steps = "\n".join(f"  {step}" for step in ending.steps[-40:])
-        findings = "\n".join(f"  {finding}" for finding in ending.findings)
-        raise SimulationFailed(
-            f"seed {seed}, life {number}\nsteps:\n{steps}\nfindings:\n{findings}\n"
-            f"again: python -m quire.testing.simulation --seed {seed}"
-        )
 
 
 # ── a life ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +148,7 @@ def _live(
     cut = False
     try:
         store = quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock, disk=disk)
-        model, ending.findings = _held(store, before.models)
+        model, ending.findings = held(store, before.models)
         if model is None:
             return ending
         life = Steps(store, model, clock, draw, ending.steps, reader, number)
@@ -228,19 +177,6 @@ def _live(
     return ending
 
 
-def _held(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]]:
-    """Which of the models a store holds; if none, how it differs from each."""
-    differences = [observe(store, model) for model in models]
-    for model, findings in zip(models, differences):
-        if not findings:
-            return model, []
-    return None, [
-        f"if the interrupted step was {'done' if index else 'not done'}: {finding}"
-        for index, findings in enumerate(differences)
-        for finding in findings
-    ]
-
-
 def _chooser(draw: random.Random) -> Chooser:
     """What power loss does: nothing (a kill), anything, or mostly one thing."""
     kind = draw.choice(("kill", "any", CrashOutcome.KEEP, CrashOutcome.DROP))
@@ -266,14 +202,14 @@ def _branch(seed: int, number: int, before: Ending, kinds: Collection[str], plan
     shutil.copytree(before.directory, copy)
     name = f"branch {seed}/{number}"
     try:
-        ending = _in_process(partial(_recover, name, replace(before, directory=copy), kinds, plant))
-        _judge(seed, number, ending)
+        ending = in_process(partial(_recover, name, replace(before, directory=copy), kinds, plant))
+        judge(seed, number, ending)
         assert ending.damage is not None
         if ending.damage.is_written:
-            ending = _in_process(partial(_write_astray, name, ending, number, plant))
-            _judge(seed, number, ending)
+            ending = in_process(partial(_write_astray, name, ending, number, plant))
+            judge(seed, number, ending)
         if ending.models:
-            _judge(seed, number, _in_process(partial(_look, name, ending, plant)))
+            judge(seed, number, in_process(partial(_look, name, ending, plant)))
     finally:
         shutil.rmtree(copy)
 
@@ -357,40 +293,18 @@ def _differences(store: Store, models: list[Model], when: str) -> list[str]:
     return [] if [] in differences else [f"{when}{finding}" for findings in differences for finding in findings]
 
 
-# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _in_process(run: Callable[[], Ending]) -> Ending:
-    """The result of `run` in a forked process, which ends without a goodbye."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what the engines log about faults is no news
-        try:
-            try:
-                answer: object = run()
-            except BaseException:
-                answer = traceback.format_exc()
-            with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(answer, pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        raw = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    ending = pickle.loads(raw) if raw else f"the process ended with {os.waitstatus_to_exitcode(status)}"
-    if not isinstance(ending, Ending):
-        raise SimulationFailed(ending)
-    return ending
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command: one seed, or as many as fit into a time."""
     parser = argparse.ArgumentParser(prog="python -m quire.testing.simulation", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=None, help="the (first) seed; by default a new one")
     parser.add_argument("--seconds", type=float, default=0.0, help="go on with the seeds that follow for so long")
-    parser.add_argument("--lives", type=int, default=LIVES)
-    parser.add_argument("--steps", type=int, default=STEPS, help="in each life")
+    parser.add_argument("--lives", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=None, help="in each life")
+    parser.add_argument(
+        "--archive",
+        action="store_true",
+        help="the store is archived, and its disk is lost now and then and restored from the bucket",
+    )
     parser.add_argument(
         "--damage",
         action="append",
@@ -400,17 +314,29 @@ def main(arguments: list[str] | None = None) -> int:
         help="do only damage of this kind, before every life; may be repeated",
     )
     options = parser.parse_args(arguments)
-    branches = 1.0 if options.damage else 0.5
+    if options.archive and options.damage:
+        parser.error("--damage is for stores without an archive")
+    sizes = {name: getattr(options, name) for name in ("lives", "steps") if getattr(options, name) is not None}
+    run: Callable[[int], int] = partial(
+        simulate, branches=1.0 if options.damage else 0.5, kinds=options.damage, **sizes
+    )
+    if options.archive:
+        run = partial(simulate_losses, **sizes)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**9)
     end = time.monotonic() + options.seconds
     while True:
         begun = time.monotonic()
         try:
-            done = simulate(seed, lives=options.lives, steps=options.steps, branches=branches, kinds=options.damage)
+            done = run(seed)
         except SimulationFailed as failure:
-            sys.stderr.write(f"{failure}\n")
+            words = ["python", "-m", "quire.testing.simulation", "--seed", str(seed)]
+            words += ["--archive"] * options.archive
+            words += [word for name, number in sizes.items() for word in (f"--{name}", str(number))]
+            words += [word for kind in options.damage for word in ("--damage", kind)]
+            sys.stderr.write(f"{failure}\nagain: {shlex.join(words)}\n")
             return 1
-        sys.stdout.write(f"seed {seed}: {done} steps in {time.monotonic() - begun:.1f} s\n")
+        what = "disks lost" if options.archive else "steps"
+        sys.stdout.write(f"seed {seed}: {done} {what} in {time.monotonic() - begun:.1f} s\n")
         sys.stdout.flush()
         if time.monotonic() >= end:
             return 0

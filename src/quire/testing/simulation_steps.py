@@ -529,6 +529,16 @@ class Reader:
         return answer
 
 
+class NoReader(Reader):
+    """No second process reads here."""
+
+    def __init__(self) -> None:
+        pass
+
+    def read(self) -> dict[str, State]:
+        return {}
+
+
 def _read_all(path: str) -> dict[str, State] | str:
     states: dict[str, State] = {}
     try:

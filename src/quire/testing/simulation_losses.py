@@ -1,6 +1,6 @@
 """Lives of the whole-store simulation with an archive: the disk is kept, or lost and restored from the bucket.
 
-    python -m tests.archive.losses FIRST_SEED SEEDS
+    python -m quire.testing.simulation --archive --seed 7
 
 Each life is a process of its own that ends with a close or without a word. Then the next one opens the directory, or that is
 gone: the bucket is restored with a takeover, and must hold the model as it was when `wait` last returned, or one of those that
@@ -14,9 +14,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,9 +27,8 @@ import quire
 from quire.core.errors import QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings
 from quire.testing.clock import ManualClock
-from quire.testing.simulation import SETTINGS, START_MS, Ending, SimulationFailed, _held, _in_process, _judge
-from quire.testing.simulation_steps import Model, Steps
-from tests.archive.prefixes import NoReader
+from quire.testing.simulation_lives import SETTINGS, START_MS, Ending, held, in_process, judge
+from quire.testing.simulation_steps import Model, NoReader, Steps
 
 WAIT = 60.0
 LIVES, STEPS = 6, 25
@@ -66,7 +63,9 @@ class ArchivedSteps(Steps):
         return done
 
 
-def run(seed: int, *, lives: int = LIVES, steps: int = STEPS, plant: Callable[[], None] | None = None) -> int:
+def simulate_losses(
+    seed: int, *, lives: int = LIVES, steps: int = STEPS, plant: Callable[[], None] | None = None
+) -> int:
     """One run; how many disks were lost."""
     draw = random.Random(f"losses {seed}")
     lost = 0
@@ -75,8 +74,8 @@ def run(seed: int, *, lives: int = LIVES, steps: int = STEPS, plant: Callable[[]
         for number in range(lives):
             is_lost = number > 0 and draw.random() < 0.5 and last.is_restorable
             lost += is_lost
-            last = _life_of(_in_process(partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, plant)))
-            _judge(seed, number, last)
+            last = _life_of(in_process(partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, plant)))
+            judge(seed, number, last)
     return lost
 
 
@@ -103,7 +102,7 @@ def _live(
             if draw.random() < 0.5:
                 ending.findings += _comes_back(before.directory, settings, clock)
             shutil.rmtree(before.directory)
-        model, findings = _held(store, before.archived if is_lost else before.models)
+        model, findings = held(store, before.archived if is_lost else before.models)
         ending.findings += findings
         if model is None or ending.findings:
             return ending
@@ -134,21 +133,3 @@ def _comes_back(directory: str, settings: object, clock: ManualClock) -> list[st
     except StoreFenced:
         return []
     return ["a deposed owner archived something"]
-
-
-def main(first: int, seeds: int) -> int:
-    failed = 0
-    for seed in range(first, first + seeds):
-        begun = time.monotonic()
-        try:
-            lost = run(seed)
-        except SimulationFailed as failure:
-            failed += 1
-            print(failure, flush=True)
-            continue
-        print(f"seed {seed}: {lost} disks lost, {time.monotonic() - begun:.1f} s", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
