@@ -222,3 +222,13 @@ def test_while_an_owner_is_there_reading_works_and_writing_says_who(path: Path) 
         told = json.loads(quire_program("create", "x", "--json", "--store", str(path)).stderr)["error"]
         assert told["where"]["since"].endswith("Z")
         assert [each.name for each in store.databases()] == ["clicks", "shop"]
+
+
+def test_ls_chooses_and_says_that_there_are_more(path: Path, run: Run) -> None:
+    with quire.open(path) as store:
+        store.create_many([f"tenant-{number}" for number in range(5)], tags={"plan": "free"})
+    shown = run("ls", "tenant-", "--tag", "plan=free", "-n", "2")
+    assert "tenant-1" in shown.out
+    assert "tenant-2" not in shown.out
+    assert "--after tenant-1" in shown.out + shown.err
+    assert "no database matches" in run("ls", "nobody-").out

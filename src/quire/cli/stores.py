@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
@@ -23,6 +24,9 @@ from quire.store.layout import DirectoryState, check_objects_url, look
 
 if TYPE_CHECKING:
     from quire.service.values import DatabaseInfo, StoreInfo
+
+LISTED = 1_000
+"""Databases that are listed unless somebody asks for more: a terminal shows no more of use."""
 
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 
@@ -57,17 +61,40 @@ def init(
         return Note(text=text, data={"path": store.path, "created": not exists, "object_store": store.objects_url})
 
 
-@command("ls", example="quire ls --store ./data")
-def ls(cli: Cli) -> Listing:
-    """List the databases of a store."""
+@command("ls", example="quire ls tenant- --tag plan=free")
+def ls(
+    cli: Cli,
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names that begin with it.")] = "",
+    kind: Annotated[str, Option("--kind", help="Only pages, stream or lsm.")] = "",
+    tag: Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")] = "",
+    sort: Annotated[str, Option("--sort", help="name; written: newest change first; size: largest first.")] = "name",
+    limit: Annotated[
+        int, Option("--limit", "-n", help="At most so many; 0: all.", show_default="1000, with --json all")
+    ] = -1,
+    after: Annotated[str, Option("--after", metavar="NAME", help="Begin behind this name.")] = "",
+) -> Listing:
+    """List the databases of a store, by name."""
+    most = limit if limit >= 0 else 0 if cli.as_json else LISTED
     with StoreReader(cli.path) as store:
-        databases = store.databases()
+        databases = store.databases(
+            prefix=prefix, kind=kind, tag=tag, sort=sort, limit=most + 1 if most else 0, after=after
+        )
+    is_cut = bool(most) and len(databases) > most
+    databases = databases[:most] if is_cut else databases
     followed = any(database.follows for database in databases)  # else the column would take room from the others
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
         rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in databases],
-        empty="no databases: create one with `quire create NAME --kind pages`",
+        empty="no databases: create one with `quire create NAME --kind pages`"
+        if not (prefix or kind or tag or after)
+        else "no database matches",
+        closing=_more(databases[-1].name, sort) if is_cut else "",
     )
+
+
+def _more(last: str, sort: str) -> str:
+    more = f"`--after {shlex.quote(last)}` continues, " if sort == "name" else ""
+    return f"there are more: {more}`--limit 0` lists all"
 
 
 def _cells(info: DatabaseInfo) -> list[str]:

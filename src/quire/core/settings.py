@@ -247,6 +247,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Files of public keys (Ed25519, PEM or base64) whose signed tokens are accepted, beside the store's own key."""
     http_hosts: tuple[str, ...] = ()
     """Names the HTTP side is reached by, beside localhost and addresses: a name that is not listed is refused."""
+    metrics_databases: int = 20
+    """Databases that have series of their own in `/metrics`: those whose files take most. 0: none has."""
+    metrics_tag: str = ""
+    """A tag, such as "plan", by whose values `/metrics` adds databases up; empty: by none."""
     http_sample_seconds: float = 10.0
     """How often the dashboard remembers how many segments are in which state."""
     sql_threads: int = 16
@@ -296,6 +300,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "service.http_events_max lies in [1, http_connections_max)",
         )
         _require(self.http_sample_seconds > 0, "service.http_sample_seconds must be positive")
+        _require(self.metrics_databases >= 0, "service.metrics_databases must not be negative")
         _require(
             self.sql_heap_bytes == 0 or self.sql_heap_bytes >= 16 * MIB,
             "service.sql_heap_bytes is at least 16 MiB, or 0",

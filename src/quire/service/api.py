@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from quire.core.settings import StoreSettings
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.service.grants import Grant
-from quire.service.values import DatabaseInfo, StoreInfo
+from quire.service.values import DatabaseFilterOptions, DatabaseInfo, StoreInfo
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -99,9 +99,9 @@ class StoreApi(Protocol):
     @property
     def streams(self) -> Any: ...
 
-    def databases(self) -> list[DatabaseInfo]: ...
+    def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]: ...
 
-    def database(self, name: str) -> DatabaseInfo: ...
+    def database(self, name: str | int) -> DatabaseInfo: ...
 
     def info(self) -> StoreInfo: ...
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 from weakref import WeakSet
 
 import pyarrow as pa
@@ -52,7 +52,7 @@ from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, where_owner_listens
 from quire.service.sql_actions import OpenSql
 from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode
-from quire.service.values import DatabaseInfo, Hello, StoreInfo
+from quire.service.values import DatabaseFilterOptions, DatabaseInfo, Hello, StoreInfo
 from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
 if TYPE_CHECKING:
@@ -159,9 +159,9 @@ class Client:
         """Give a database another name; the database under its new one."""
         return self._channel.call("rename", m.Rename(old, new))
 
-    def databases(self) -> list[DatabaseInfo]:
-        """The live databases, by name."""
-        return self._channel.call("databases", m.Nothing())
+    def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
+        """The live databases, by name; see `Store.databases`."""
+        return self._channel.call("databases", m.Databases(**wanted))
 
     def database(self, name: str) -> DatabaseInfo:
         """A database by name."""

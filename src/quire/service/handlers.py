@@ -134,8 +134,15 @@ class Handlers:
         return {**self._figures(), "manifest": written, "feed_lag": lag, "pages": pages, "followed": followed}
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def do_databases(self, _: m.Nothing, __: CallContext) -> Any:
-        return self._store.databases()
+    def do_databases(self, request: m.Databases, _: CallContext) -> Any:
+        return self._store.databases(
+            prefix=request.prefix,
+            kind=request.kind,
+            tag=request.tag,
+            sort=request.sort,
+            limit=request.limit,
+            after=request.after,
+        )
 
     def do_database(self, request: m.OfDatabase, _: CallContext) -> Any:
         return self._store.database(request.name)
@@ -186,10 +193,11 @@ class Handlers:
         return once(self._manifest, call.key, "drop", (DropDb,), lambda _: dropped[-1], do, again)
 
     def _by_id(self, db_id: int) -> Any:
-        info = next((info for info in self._store.databases() if info.db_id == db_id), None)
-        if info is None:
-            raise UnknownDatabase("the call was done, and its database has been dropped since", db_id=db_id)
-        return info
+        try:
+            return self._store.database(db_id)
+        except UnknownDatabase:
+            what = "the call was done, and its database has been dropped since"
+            raise UnknownDatabase(what, db_id=db_id) from None
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_snapshot_create(self, request: m.MakeSnapshot, call: CallContext) -> SnapshotInfo:

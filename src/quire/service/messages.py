@@ -61,6 +61,17 @@ class OfDatabase(DatabaseRequest, frozen=True):
     """A database by its name."""
 
 
+class Databases(Request, frozen=True):
+    """See `quire.service.values.DatabaseFilter`."""
+
+    prefix: str = ""
+    kind: str = ""
+    tag: str = ""
+    sort: str = "name"
+    limit: int = 0
+    after: str = ""
+
+
 class Create(Request, frozen=True):
     name: str
     kind: str
@@ -377,7 +388,7 @@ ACTIONS: dict[str, Action] = {
         Action("hello", Nothing, Hello, Role.READ, scope=Scope.HELD),
         _read("info", Nothing, StoreInfo),
         _read("figures", Nothing, dict[str, Any]),
-        _read("databases", Nothing, list[DatabaseInfo]),
+        _read("databases", Databases, list[DatabaseInfo]),
         on_database("database", OfDatabase, DatabaseInfo, Role.READ),
         _read("readers", OfDatabase, list[ReaderInfo]),
         _once("create", Create, DatabaseInfo),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import msgspec
 
 from quire.archive.status import ArchiveStatus
@@ -54,6 +56,34 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The SQLite file that the owner follows into it, if there is one."""
     namespace: str = ""
     """Where its objects go; empty for the store's own object store."""
+
+
+class DatabaseFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which databases a list has, and in which order."""
+
+    prefix: str = ""
+    """Names begin with it."""
+    kind: str = ""
+    """pages, stream or lsm."""
+    tag: str = ""
+    """Databases with this tag, or with this `tag=value`."""
+    sort: str = "name"
+    """name; written: the one with the newest change first; size: the largest first."""
+    limit: int = 0
+    """At most so many; 0: all."""
+    after: str = ""
+    """Begin behind this name: the last of the page before."""
+
+
+class DatabaseFilterOptions(TypedDict, total=False):
+    """The same as arguments."""
+
+    prefix: str
+    kind: str
+    tag: str
+    sort: str
+    limit: int
+    after: str
 
 
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):

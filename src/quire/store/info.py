@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from enum import Enum
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import msgspec
 
@@ -24,8 +24,9 @@ from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
-from quire.service.values import DatabaseInfo, StoreInfo
+from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, StoreInfo
 from quire.store import layout
+from quire.store.listing import matching
 from quire.store.object_location import state_beside
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from quire.objects.ownership import OwnerState
 
 E = TypeVar("E", bound=Enum)
+
+EVERYTHING = DatabaseFilter()
 
 
 class StoreReader:
@@ -63,10 +66,10 @@ class StoreReader:
         """A snapshot of the manifest."""
         return ReadTxn(self._env)
 
-    def databases(self) -> list[DatabaseInfo]:
-        """The live databases, by name."""
+    def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
+        """The live databases, by name; see `Store.databases`."""
         with self.read() as txn:
-            return live_databases(txn)
+            return live_databases(txn, DatabaseFilter(**wanted))
 
     def info(self) -> StoreInfo:
         """A summary of the store."""
@@ -116,16 +119,16 @@ def _namespace(txn: ReadTxn, record: DbRecord) -> str:
     return "" if row is None else row.name or str(record.namespace_id)
 
 
-def live_databases(txn: ReadTxn) -> list[DatabaseInfo]:
-    """The live databases, by name, without those whose rows are damaged, which are reported."""
+def live_databases(txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING) -> list[DatabaseInfo]:
+    """The live databases that are asked for, by name unless that says otherwise, without those whose rows are damaged, which
+    are reported."""
     live = []
-    for db_id, record in txn.databases():
-        if record.status is not DbStatus.TOMBSTONED:
-            try:
-                live.append(_describe(txn, db_id, record))
-            except ManifestDamaged as error:
-                txn.report_damage(db_id, error)
-    return sorted(live, key=lambda info: info.name)
+    for db_id, record in matching(txn, wanted):
+        try:
+            live.append(_describe(txn, db_id, record))
+        except ManifestDamaged as error:
+            txn.report_damage(db_id, error)
+    return live
 
 
 def store_info(

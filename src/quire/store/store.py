@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
@@ -32,7 +32,7 @@ from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
-from quire.service.values import DatabaseInfo, StoreInfo
+from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, StoreInfo
 from quire.store import layout, many, object_location
 from quire.store.backup import back_up
 from quire.store.heavy import Heavy
@@ -479,10 +479,11 @@ class Store:
             self.worker.run(job_id)
         return [self.manifest.jobs.get(job_id) for job_id in jobs]
 
-    def databases(self) -> list[DatabaseInfo]:
-        """The live databases, by name."""
+    def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
+        """The live databases, by name. `prefix`, `kind` and `tag` ("plan" or "plan=free") choose some of them; `sort` is
+        "name", "written" or "size". With a `limit` a page of them; `after`, the last name of a page, begins the next one."""
         with self.manifest.read() as txn:
-            return live_databases(txn)
+            return live_databases(txn, DatabaseFilter(**wanted))
 
     def database(self, name: str | int) -> DatabaseInfo:
         """A database by name, or by id."""

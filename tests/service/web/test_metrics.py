@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 import quire
+from quire.core.settings import StoreSettings
 from quire.durable.failpoints import armed
 from quire.manifest.metrics import MetricKind
 from quire.service.web.server import WebServer
@@ -29,9 +30,16 @@ PAGE = ROOT / "docs" / "dashboard.md"
 NAME = re.compile(r"\bquire_[a-z0-9_]+")
 
 
+def _with_tag(store: Store, tag: str, largest: int = 20) -> StoreSettings:
+    service = msgspec.structs.replace(store.settings.service, metrics_databases=largest, metrics_tag=tag)
+    return msgspec.structs.replace(store.settings, service=service)
+
+
 @pytest.fixture
 def samples(anybody: Asker, furnished: Store) -> list[Sample]:
     """All samples of a store that has something of everything."""
+    furnished.settings = _with_tag(furnished, "plan")
+    furnished.create("tagged", "pages", tags={"plan": "free"})
     furnished.pages.open("shop")
     furnished.stream("clicks").register("billing")
     furnished.kv("cart", create=True).write({b"ann": b"1"})
@@ -211,3 +219,14 @@ def test_the_board_is_one_that_grafana_reads() -> None:
         assert panel["targets"]
         assert all("$instance" in target["expr"] for target in panel["targets"])
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+def test_only_the_largest_databases_have_series_and_a_tag_adds_them_up(anybody: Asker, furnished: Store) -> None:
+    """A hundred thousand databases would be millions of series."""
+    furnished.create_many(["tenant-1", "tenant-2"], tags={"plan": "free"})
+    furnished.settings = _with_tag(furnished, "plan", largest=1)
+    families = list(text_string_to_metric_families(anybody.get("/metrics").body.decode()))
+    told = [sample for family in families for sample in family.samples]
+    assert len({sample.labels["db"] for sample in told if "db" in sample.labels}) == 1
+    sums = {sample.name: sample.value for sample in told if sample.labels.get("value") == "free"}
+    assert sums == {"quire_tag_databases": 2.0, "quire_tag_disk_bytes": 0.0}

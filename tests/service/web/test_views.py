@@ -313,3 +313,12 @@ def test_a_job_says_what_came_of_it(anybody: Asker, store: Store) -> None:
     told = next(each for each in anybody.get("/api/jobs").json["jobs"] if each["kind"] == "checkpoint")
     assert told["result"]["slots"] == 1
     assert all(isinstance(each, int) for each in told["result"].values())
+
+
+def test_databases_are_listed_by_the_page(anybody: Asker, store: Store) -> None:
+    store.create_many([f"tenant-{number}" for number in range(5)], tags={"plan": "free"})
+    first = anybody.get("/api/databases?prefix=tenant-&limit=3").json
+    assert [row["name"] for row in first["databases"]] == ["tenant-0", "tenant-1", "tenant-2"]
+    rest = anybody.get(f"/api/databases?prefix=tenant-&limit=3&after={first['after']}&tag=plan%3Dfree").json
+    assert [row["name"] for row in rest["databases"]] == ["tenant-3", "tenant-4"]
+    assert rest["after"] == ""

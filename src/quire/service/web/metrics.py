@@ -1,8 +1,9 @@
 """`/metrics`: the figures of the manifest, the feed, the engines, the store and its servers, for Prometheus.
 
-Everything is read at the scrape; a database that is not open is not opened for it and has no samples. Labels are bounded by the
-store (databases, states, kinds) and never contain what a caller sent. docs/dashboard.md lists the names; a test compares the
-list, the alerts and the Grafana board with what is exported.
+Everything is read at the scrape; a database that is not open is not opened for it and has no samples. Labels are bounded by
+the store (states, kinds) and never contain what a caller sent. Only the largest databases have series of their own
+(`service.metrics_databases`); a tag can be named by whose values all are added up (`service.metrics_tag`). docs/dashboard.md
+lists the names; a test compares the list, the alerts and the Grafana board with what is exported.
 
 Threads: any.
 """
@@ -10,8 +11,9 @@ Threads: any.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from heapq import nlargest
 from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from quire.archive.metrics import ArchiveCollector
 from quire.lsm.metrics import KvCollector
 from quire.manifest import tables as t
 from quire.manifest.metrics import ManifestCollector
-from quire.manifest.records import JobKind, JobState
+from quire.manifest.records import DbStatus, JobKind, JobState
 from quire.pages.metrics import PagesCollector
 from quire.service.sockets import serving
 from quire.service.web.counters import LIMITS
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream, StreamInfo
 
 OWNER_STATES = ("not needed", "unconfirmed", "confirmed", "fenced")
+
+TAG_VALUES_MAX = 100
+"""Values of a tag that databases are added up by: the most frequent."""
 
 OUTSTANDING_MAX = 100_000
 """Outstanding jobs that are counted in one scrape."""
@@ -96,6 +101,7 @@ class StoreCollector(_Collector):
         yield Gauge("quire_disk_free_bytes", "free space where the store is", value=disk.free)
         yield Gauge("quire_disk_bytes", "size of the disk where the store is", value=disk.total)
         yield from self._space()
+        yield from self._tags()
         yield from self._jobs()
 
     def _space(self) -> Iterator[Metric]:
@@ -110,6 +116,28 @@ class StoreCollector(_Collector):
         for db_id, amount in sorted(space.databases.items()):
             databases.add_metric([str(db_id), known.get(db_id, "")], amount)
         yield databases
+
+    def _tags(self) -> Iterator[Metric]:
+        if not (tag := self._sight.store.settings.service.metrics_tag):
+            return
+        given, sums = self._sight.space().databases, self._sight.cached.get("tags", lambda: self._by_value(tag))
+        count = Gauge("quire_tag_databases", "live databases by the value of a tag", labels=["tag", "value"])
+        disk = Gauge("quire_tag_disk_bytes", "what their files take", labels=["tag", "value"])
+        largest = dict(nlargest(TAG_VALUES_MAX, sums.items(), key=lambda item: len(item[1])))
+        for value, db_ids in sorted(largest.items()):
+            count.add_metric([tag, value], len(db_ids))
+            disk.add_metric([tag, value], sum(given.get(db_id, 0) for db_id in db_ids))
+        yield count
+        yield disk
+
+    def _by_value(self, tag: str) -> dict[str, list[int]]:
+        """Value → the databases that have it."""
+        sums: dict[str, list[int]] = {}
+        with self._sight.manifest.read() as txn:
+            for db_id, record in txn.databases():
+                if record.status is not DbStatus.TOMBSTONED and (value := record.tags.get(tag)) is not None:
+                    sums.setdefault(value, []).append(db_id)
+        return sums
 
     def _jobs(self) -> Iterator[Metric]:
         now, oldest = self._sight.clock.now_ms(), 0
@@ -164,6 +192,30 @@ class PartsCollector(_Collector):
             yield from part.collect()
 
 
+class LargestCollector(_Collector):
+    """Another collector, without the series of single databases but the largest."""
+
+    def __init__(self, sight: Sight, collector: Any) -> None:
+        self._sight = sight
+        self._collector = collector
+
+    def collect(self) -> Iterator[Metric]:
+        """The current figures."""
+        shown = self._sight.cached.get("largest", self._largest)
+        for metric in self._collector.collect():
+            metric.samples = [sample for sample in metric.samples if _database(sample.labels) in shown]
+            yield metric
+
+    def _largest(self) -> frozenset[str]:
+        given, most = self._sight.space().databases, self._sight.store.settings.service.metrics_databases
+        return frozenset({"", *(str(db_id) for db_id in nlargest(most, given, key=given.__getitem__))})
+
+
+def _database(labels: Mapping[str, str]) -> str:
+    """The database that a series is about; empty if it is about none."""
+    return labels.get("db") or labels.get("stream", "")
+
+
 def registry(sight: Sight, figures: Callable[[], WebFigures], parts: Sequence[WebPart]) -> CollectorRegistry:
     """Everything that is exported, in a registry of its own: several stores may be served by one process."""
     prometheus = CollectorRegistry(auto_describe=False)
@@ -179,7 +231,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures], parts: Sequence[We
         PartsCollector(parts),
     )
     for collector in collectors:
-        prometheus.register(collector)
+        prometheus.register(LargestCollector(sight, collector))
     ProcessCollector(registry=prometheus)
     PlatformCollector(registry=prometheus)
     return prometheus

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 from importlib.metadata import version
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -22,6 +22,7 @@ from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, DbStatus, JobKind, JobRecord, JobState
+from quire.service.values import DatabaseFilterOptions
 from quire.service.web import changes
 from quire.service.web.dashboard_state import Sight
 
@@ -36,19 +37,19 @@ OUTSTANDING_MAX = 500
 def overview(sight: Sight) -> dict[str, Any]:
     """Everything the first page shows."""
     store, whole = sight.store, sight.survey()
-    infos = store.databases()
+    infos = store.databases(limit=DATABASES_MAX)
     disk = shutil.disk_usage(store.path)
     with sight.manifest.read() as txn:
-        rows = [_database_row(sight, txn, info) for info in infos[:DATABASES_MAX]]
+        rows = [_database_row(sight, txn, info) for info in infos]
         outstanding = {word: _in_state(txn, state) for word, state in _STATES.items()}
         closed = [{"db_id": db_id, "name": name} for db_id, name in txn.damaged_databases().items()]
     return {
-        "store": sight.info(),
+        "store": (info := sight.info()),
         "quire": version("quire"),
         "now_ms": sight.clock.now_ms(),
         "started_ms": sight.started_ms,
         "databases": rows,
-        "databases_left_out": len(infos) - len(rows),
+        "databases_left_out": max(sum(info.databases.values()) - len(rows), 0),
         "databases_damaged": closed,
         "jobs": outstanding,
         "tiers": {name: {"artifacts": n, "bytes": _bytes(whole, name)} for name, n in whole.total("tiers").items()},
@@ -60,6 +61,16 @@ def overview(sight: Sight) -> dict[str, Any]:
         "disk_bytes": disk.total,
         "space": sight.space()._asdict(),
     }
+
+
+def databases(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+    """A page of the databases that are asked for; `after` begins the next one."""
+    limit = wanted.get("limit", DATABASES_MAX)
+    wanted["limit"] = limit + 1  # one more says whether there are any
+    infos = sight.store.databases(**wanted)
+    with sight.manifest.read() as txn:
+        rows = [_database_row(sight, txn, info) for info in infos[:limit]]
+    return {"databases": rows, "after": infos[limit - 1].name if len(infos) > limit else ""}
 
 
 _STATES = {"pending": JobState.PENDING, "in_flight": JobState.IN_FLIGHT, "failed": JobState.FAILED_PERMANENT}

@@ -86,6 +86,7 @@ class Routes:
             Route("GET", "/api/me", None, self.me),
             Route("GET", "/api/overview", read, self.overview),
             Route("GET", "/api/lineage", read, self.lineage),
+            Route("GET", "/api/databases", read, self.databases),
             Route("GET", "/api/databases/{name}", read, self.database),
             Route("GET", "/api/jobs", read, self.jobs),
             Route("GET", "/api/feed", read, self.feed),
@@ -151,6 +152,12 @@ class Routes:
     def lineage(self, _: WebRequest) -> Response:
         """See `overview.lineage`."""
         return self._sight.cached.get("lineage", lambda: json_answer(overview.lineage(self._sight)))
+
+    def databases(self, asked: WebRequest) -> Response:
+        """See `overview.databases`."""
+        some = {name: asked.query.get(name, "") for name in ("prefix", "kind", "tag", "after")}
+        limit, sort = asked.number("limit", 100, overview.DATABASES_MAX), asked.query.get("sort", "name")
+        return json_answer(overview.databases(self._sight, **some, limit=limit, sort=sort))
 
     def database(self, asked: WebRequest) -> Response:
         """See `database.database_page`."""

@@ -1,0 +1,105 @@
+"""Lists of databases that do not read everything: a page of them, by name, by their newest change, or by size.
+
+By name, the index of names is walked from where the page begins: a page costs what it shows, and what a filter passes over.
+By newest change, the change feed is walked back from its end; databases without a change in it come last, by name. Only the
+order by size looks at every database, once, and keeps no more than the page.
+
+Pure functions of a read transaction. Raises `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import nlargest
+from itertools import islice
+
+from quire.core.errors import InvalidInput, ManifestDamaged
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
+from quire.manifest.op_effects import TOUCHES
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbRecord, DbStatus
+from quire.service.values import DatabaseFilter
+
+Match = tuple[int, DbRecord]
+
+SORTS = ("name", "written", "size")
+
+
+def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+    """(id, record) of the live databases that are asked for, in their order, at most `limit` of them."""
+    if wanted.sort not in SORTS:
+        raise InvalidInput("there is no such order", hint=f"one of {', '.join(SORTS)}", sort=wanted.sort)
+    if wanted.after and wanted.sort != "name":
+        raise InvalidInput("only a list by name continues after a name", hint='use sort="name"', sort=wanted.sort)
+    order: dict[str, Callable[[ReadTxn, DatabaseFilter], Iterator[Match]]] = {
+        "name": _by_name,
+        "written": _by_change,
+        "size": _by_size,
+    }
+    return islice(order[wanted.sort](txn, wanted), wanted.limit or None)
+
+
+def _by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+    prefix, after = wanted.prefix.encode(), wanted.after.encode()
+    start = max(prefix, after)
+    for key, raw in txn.raw_scan(t.DB_NAMES, start=(start.decode(),) if start else None):
+        if not key.startswith(prefix):
+            return
+        if key == after:
+            continue
+        try:
+            db_id = t.DB_NAMES.rows.decode(key, raw).value
+        except ManifestDamaged:
+            continue  # `quire manifest check` rebuilds the index
+        if (match := _match(txn, db_id, wanted)) is not None:
+            yield match
+
+
+def _by_change(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+    seen: set[int] = set()
+    for key, raw in txn.raw_scan_back(CHANGE_LOG):
+        try:
+            record = CHANGE_LOG.rows.decode(key, raw)
+        except ManifestDamaged:
+            continue
+        for op in record.operations:
+            touches = TOUCHES.get(type(op))
+            for db_id in touches.databases(op) if touches is not None else ():
+                if db_id and db_id not in seen:
+                    seen.add(db_id)
+                    if (match := _match(txn, db_id, wanted)) is not None:
+                        yield match
+    yield from (match for match in _by_name(txn, wanted) if match[0] not in seen)
+
+
+def _by_size(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+    found = ((size_bytes(txn, *match), -match[0], match) for match in _by_name(txn, wanted))
+    ordered = nlargest(wanted.limit, found) if wanted.limit else sorted(found, reverse=True)
+    return (match for _, _, match in ordered)
+
+
+def size_bytes(txn: ReadTxn, db_id: int, record: DbRecord) -> int:
+    """Of a page database, its newest published version; of another, what its segments and tables take."""
+    state = txn.wal_state(db_id)
+    if record.page_size:
+        return state.size_pages * record.page_size if state is not None else 0
+    segments = sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id))
+    return segments + sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
+
+
+def _match(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match | None:
+    try:
+        record = txn.database(db_id)
+    except ManifestDamaged as error:
+        txn.report_damage(db_id, error)
+        return None
+    if record is None or record.status is DbStatus.TOMBSTONED or not record.name.startswith(wanted.prefix):
+        return None
+    if wanted.kind and record.kind.name.lower() != wanted.kind:
+        return None
+    if wanted.tag:
+        key, is_valued, value = wanted.tag.partition("=")
+        if record.tags.get(key) != value if is_valued else key not in record.tags:
+            return None
+    return db_id, record

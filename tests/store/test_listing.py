@@ -1,0 +1,78 @@
+"""Lists of databases: pages, filters and orders that do not read everything (docs/scale.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import InvalidInput
+from quire.manifest.reads import ReadTxn
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[quire.Store]:
+    with quire.open(tmp_path / "store") as store:
+        store.create_many([f"free-{number}" for number in range(5)], tags={"plan": "free"})
+        store.create_many([f"paid-{number}" for number in range(3)], tags={"plan": "paid", "vip": ""})
+        store.create_many(["clicks"], "stream")
+        yield store
+
+
+def names(store: quire.Store, **wanted: object) -> list[str]:
+    return [info.name for info in store.databases(**wanted)]  # type: ignore[arg-type]
+
+
+def test_a_prefix_a_kind_and_a_tag_choose(store: quire.Store) -> None:
+    assert names(store, prefix="paid-") == ["paid-0", "paid-1", "paid-2"]
+    assert names(store, kind="stream") == ["clicks"]
+    assert names(store, tag="plan=paid") == names(store, tag="vip") == ["paid-0", "paid-1", "paid-2"]
+    assert names(store, prefix="free", tag="plan=paid") == []
+    assert len(names(store)) == 9
+
+
+def test_pages_follow_each_other(store: quire.Store) -> None:
+    pages, after = [], ""
+    while page := names(store, limit=4, after=after):
+        pages.append(page)
+        after = page[-1]
+    assert [len(page) for page in pages] == [4, 4, 1]
+    assert [name for page in pages for name in page] == sorted(names(store))
+    assert names(store, prefix="paid-", after="paid-0", limit=1) == ["paid-1"]
+
+
+def test_the_newest_change_comes_first(store: quire.Store) -> None:
+    with store.sqlite("free-3") as connection:
+        connection.execute("CREATE TABLE t(x)")
+    store.rename("free-1", "renamed")
+    assert names(store, sort="written", limit=2) == ["renamed", "free-3"]
+    assert sorted(names(store, sort="written")) == sorted(names(store)), "those without a change come last"
+
+
+def test_the_largest_comes_first(store: quire.Store) -> None:
+    with store.sqlite("free-3") as connection:
+        connection.execute("CREATE TABLE t AS SELECT randomblob(50000) x")
+    store.pages.flush(store.database("free-3").db_id)
+    assert names(store, sort="size", limit=1) == ["free-3"]
+
+
+def test_a_page_reads_no_more_than_it_shows(store: quire.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    real = ReadTxn.database
+
+    def database(txn: ReadTxn, db_id: int) -> object:
+        looked.append(db_id)
+        return real(txn, db_id)
+
+    monkeypatch.setattr(ReadTxn, "database", database)
+    assert len(names(store, limit=2)) == 2
+    assert len(looked) == 2
+
+
+def test_what_is_no_order_is_refused(store: quire.Store) -> None:
+    with pytest.raises(InvalidInput, match="order"):
+        store.databases(sort="colour")
+    with pytest.raises(InvalidInput, match="after a name"):
+        store.databases(sort="size", after="free-0")
