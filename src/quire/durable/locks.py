@@ -23,7 +23,7 @@ import msgspec
 
 from quire.core.clock import Clock, SystemClock, moment
 from quire.core.errors import StoreClosed, StoreFenced, StoreLocked, Unavailable
-from quire.durable.files import translated
+from quire.durable.files import translate, translated
 
 ATTEMPTS = 5
 PAUSE_SECONDS = 0.002
@@ -82,10 +82,12 @@ class FileLock:
         """Raise `StoreFenced` unless the path still names the file that is locked; one `stat`."""
         self.check()
         try:
-            with translated(self._path, "looking at the lock file"):
-                now = os.stat(self._path)
+            now = os.stat(self._path)
         except FileNotFoundError:
             raise self._lost("was removed", None) from None
+        except OSError as error:
+            # Not with `translated`: every sync comes here, and that would take as long as the `stat`.
+            raise translate(error, self._path, "looking at the lock file") from error
         if (now.st_dev, now.st_ino) != self._inode:
             raise self._lost("was renamed or replaced", holder(self._path))
 

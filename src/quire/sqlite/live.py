@@ -88,6 +88,9 @@ class LiveFile(DatabaseFile[ReadPin]):
             if level == SHARED:
                 self._take_pin()
             elif self._txn is None and self._level < RESERVED:
+                if self._cell is not None and self._cell.state in (READING, OLD):
+                    self._take_over(self._cell)
+                    self._level = SHARED
                 self._reserve()
         except QuireError as error:
             raise sqlite_error(error) from error

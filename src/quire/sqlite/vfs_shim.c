@@ -8,8 +8,8 @@
    A cell's state, and who may change it:
      PLAIN    → PARKED   Python, at the end of a transaction
      PARKED   → READING  here, in xLock;   → PLAIN here, when the version is not the newest any more
-     READING  → PARKED   here, in xUnlock; → OLD by the keeper; → PLAIN by Python, in the xLock of `settle`
-     OLD      → PLAIN    by Python, in the xLock of `settle`, or in xUnlock
+     READING  → PARKED   here, in xUnlock; → OLD by the keeper; → PLAIN by Python, in the next xLock
+     OLD      → PLAIN    by Python, in the next xLock, or in xUnlock
      PLAIN, PARKED → KEEPER → PLAIN   the keeper, while it closes versions that nobody reads
 
    Threads: a file belongs to its connection, and that to one thread at a time; the keeper's changes states only. */
@@ -121,7 +121,11 @@ static int xLock(sqlite3_file *file, int level) {
     f->level = level;
     return SQLITE_OK;
   }
-  rc = settle(f);
+  if (level > SQLITE_LOCK_SHARED && is_fast(f)) { /* Python takes both locks in one call */
+    rc = SQLITE_OK;
+  } else {
+    rc = settle(f);
+  }
   if (rc == SQLITE_OK) rc = INNER(f)->xLock(f->inner, level);
   if (rc == SQLITE_OK) f->level = level;
   return rc;

@@ -193,8 +193,8 @@ class Pending:
         if type(records) is bytes and not key and (size := len(records) + 4) <= self._small_max:
             with self._lock:
                 run = self._run
-                if size <= run.room:
-                    run.room -= size
+                if (room := run.room - size) >= 0:
+                    run.room = room
                     run.payloads.append(records)
                     first = self.next_record
                     self.next_record = first + 1
