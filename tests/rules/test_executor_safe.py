@@ -43,6 +43,7 @@ EXECUTOR_SAFE = [
     "quire.pages.segment*",
     "quire.pages.snapshot",
     "quire.pages.view",
+    "quire.pages.view_changes",
     "quire.spark.executor",
     "quire.service.channel",
     "quire.service.tickets",

@@ -22,6 +22,7 @@ from quire.spark.sources.base import KEEP_SECONDS, has_ended, kept
 from quire.spark.sources.diff import DiffSource
 from quire.spark.sources.kv import KvSource
 from quire.spark.sources.pages import PagesSource
+from quire.spark.sources.rows import RowsSource
 from quire.spark.sources.sqlite import SqliteSource
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -103,7 +104,8 @@ def test_key_value_sets_and_differences_leave_nothing_either(store: Store, clock
     cart.write({b"k%03d" % n: b"w" for n in range(100)})
     cart.compact()
     assert {value for _, value in read(reader, parts)} == {b"v"}, "the version that was planned"
-    assert len(read(*planned(store, DiffSource, database="shop", from_="monday", table="t"))) == 2
+    assert len(read(*planned(store, RowsSource, database="shop", from_="monday", table="t"))) == 2
+    assert read(*planned(store, DiffSource, database="shop", from_="monday"))
     assert [snapshot.name for snapshot in store.manifest.snapshots.of("shop")] == ["monday"]
     assert store.manifest.snapshots.of("cart") == []
     assert len(list(directory.iterdir())) == 1

@@ -86,38 +86,11 @@ def test_pages_that_differ(owner: Owned) -> None:
     assert back == [(page, new, old) for page, old, new in expected]
 
 
-def test_rows_that_differ(owner: Owned) -> None:
-    frame = owner.read("quire.diff", database="shop", from_="monday", to="tuesday", table="t")
-    assert rows_of(frame, "_rowid", "_change") == [
-        ("delete", 3, 3, f"{3:0200}"),
-        ("update_after", 1000, 1000, "new"),
-        ("update_before", 1000, 1000, f"{1000:0200}"),
-        ("insert", 5000, 5000, "last"),
-    ]
-    newest = owner.read("quire.diff", database="shop", from_="tuesday", table="t")
-    assert [row._change for row in newest.collect()] == ["delete"]
-
-
-def test_rows_of_a_table_without_rowid_are_matched_by_their_key(owner: Owned) -> None:
-    frame = owner.read("quire.diff", database="shop", from_="monday", to="tuesday", table="p")
-    assert rows_of(frame, "a", "b", "_change") == [
-        ("update_after", None, 1, 2, "z"),
-        ("update_before", None, 1, 2, "y"),
-        ("insert", None, 2, 1, "w"),
-    ]
-
-
-def test_a_table_that_was_not_there_is_all_new(owner: Owned) -> None:
-    frame = owner.read("quire.diff", database="shop", from_="monday", to="tuesday", table="late")
-    assert rows_of(frame) == [("insert", 1, "1")]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"database": "shop"}, "needs the option `from`"),
         ({"database": "shop", "from": "nope"}, "UnknownSnapshot"),
-        ({"database": "shop", "from": "monday", "table": "nope"}, "the database has no such table"),
     ],
 )
 def test_what_is_wrong_is_said(owner: Owned, options: dict[str, str], message: str) -> None:

@@ -27,10 +27,10 @@ from quire.manifest.records import DbKind, DbRecord
 from quire.spark.access import access_of, options_of
 from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
-from quire.spark.sources.diff import merged
 from quire.spark.sources.views import DatabaseVersion, ViewPiece, dealt, opened
 from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered, row_batches
 from quire.sqlite.read_ahead import ReadAhead
+from quire.sqlite.row_changes import RowChange, merged
 from quire.sqlite.trees import LEAST, MOST, rowid_ranges, varint
 from tests.spark.sourced import QUIET
 
@@ -108,6 +108,8 @@ def test_a_value_is_read_as_it_is_or_as_null_and_neighbours_do_not_matter(values
             continue
         if kind == pa.string():
             assert read == (value if isinstance(value, str) else repr(value))
+        elif kind == pa.binary():
+            assert read == (value if isinstance(value, bytes) else str(value).encode())
         elif kind == pa.bool_():
             assert read is bool(value)
         else:
@@ -204,10 +206,9 @@ def test_two_walks_side_by_side_find_what_differs() -> None:
     before = {1: ("a",), 2: (1,), 4: (None,)}
     after = {2: (1.0,), 3: ("c",), 4: (None,)}
     assert list(merged(iter(before.items()), iter(after.items()))) == [
-        ("delete", 1, "a"),
-        ("update_before", 2, 1),
-        ("update_after", 2, 1.0),
-        ("insert", 3, "c"),
+        RowChange("delete", 1, ("a",), None),
+        RowChange("update", 2, (1,), (1.0,)),
+        RowChange("insert", 3, None, ("c",)),
     ]
 
 

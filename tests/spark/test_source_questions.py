@@ -26,7 +26,8 @@ COLUMNS_ASKED = 4
 ONCE: dict[str, tuple[str, dict[str, Any]]] = {
     "sqlite": ("quire.sqlite", {"database": "shop", "table": "orders"}),
     "pages": ("quire.pages", {"database": "shop", "snapshot": "monday"}),
-    "diff": ("quire.diff", {"database": "shop", "from_": "monday", "table": "orders"}),
+    "rows": ("quire.rows", {"database": "shop", "from_": "monday", "table": "orders"}),
+    "diff": ("quire.diff", {"database": "shop", "from_": "monday"}),
     "kv": ("quire.kv", {"database": "cart", "keys": "string"}),
     "stream": ("quire.stream", {"stream": "clicks"}),
     "manifest_log": ("quire.manifest_log", {"stream": "clicks"}),
@@ -40,7 +41,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "sqlite, snapshot": ("quire.sqlite", {"database": "shop", "table": "orders", "snapshot": "monday"}),
     "sqlite, many": ("quire.sqlite", {"databases": "shop,east,west", "table": "orders", "columns": "id,who"}),
     "pages, range": ("quire.pages", {"databases": "*", "start": 1, "end": 4}),
-    "diff of pages": ("quire.diff", {"database": "shop", "from_": "monday"}),
+    "rows, many": ("quire.rows", {"databases": "*", "table": "orders", "columns": "id,who"}),
     "kv, prefix": ("quire.kv", {"database": "cart", "prefix": "key-00"}),
     "stream, range": ("quire.stream", {"stream": "clicks", "start": 20, "end": 70, "since": 1}),
     "table, key": ("quire.table", {"table": "wal_catalog", "key": "1"}),

@@ -14,8 +14,6 @@ from pyspark.sql.types import StructType
 from quire.core.errors import InvalidInput
 from quire.spark.sources import sqlite
 from quire.spark.sources.sqlite import SqliteReader, SqliteSource
-from quire.spark.sources.sqlite_tables import table_schema
-from quire.spark.sources.views import VersionRequest
 from quire.sqlite.where_clause import bracketed
 from tests.spark.sourced import Owned, owned, rows_of
 
@@ -142,12 +140,8 @@ def test_a_large_table_is_cut_by_its_tree(owner: Owned, monkeypatch: pytest.Monk
     """In this process: Spark plans in another one, which does not know of the smaller pieces."""
     monkeypatch.setattr(sqlite, "PIECE_BYTES", 8_192)
     given = {**owner.options, "database": "shop", "table": "orders", "snapshot": "monday", "partitions": "3"}
-    options = sqlite.SqliteSource.parse(given)
-    with options.access().connect() as client:
-        schema = table_schema(
-            sqlite.find_in(client, VersionRequest(options), "shop", "orders"), [], with_database=False
-        )
-    reader = SqliteReader(options, schema)
+    source = sqlite.SqliteSource(given)
+    reader = source.reader(source.schema())
     parts = reader.partitions()
     assert len(parts) == 3
     assert sum(len(part.value) for part in parts) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.sqlite.row_changes import Version, changed_rowids
+from quire.core.errors import InvalidInput
+from quire.sqlite.row_changes import Candidates, RowChange, Version, changed_rows, find_candidates, same_values
 from quire.sqlite.trees import EVERYTHING, Unreadable, free_pages, joined, walk
 
 PAGE = 512
@@ -59,9 +61,15 @@ def root(of: Version, table: str) -> int:
     return int(row[0])
 
 
-def ranges(before: Version, after: Version, table: str = "t", *, has_rowids: bool = True) -> list[tuple[int, int]]:
-    roots, changed = (root(before, table), root(after, table)), changed_pages(before, after)
-    return changed_rowids(before, after, table, roots, changed, has_rowids=has_rowids)
+def candidates(before: Version, after: Version, table: str = "t") -> Candidates:
+    return find_candidates(before, after, table, lambda: changed_pages(before, after))[2]
+
+
+def changes(before: Version, after: Version, table: str = "t") -> list[RowChange]:
+    old, new, found = find_candidates(before, after, table, lambda: changed_pages(before, after))
+    shown = new or old
+    columns = [column.name for column in shown.columns] if shown is not None else []
+    return list(changed_rows(before, after, (old, new), columns, found))
 
 
 def reads(of: Version) -> int:
@@ -74,7 +82,7 @@ def differing(before: Version, after: Version, table: str = "t") -> set[int]:
     return {rowid for rowid in one.keys() | other.keys() if one.get(rowid) != other.get(rowid)}
 
 
-def covered(spans: list[tuple[int, int]], rowids: set[int]) -> bool:
+def covered(spans: Sequence[tuple[int, int]], rowids: set[int]) -> bool:
     return all(any(first <= rowid <= last for first, last in spans) for rowid in rowids)
 
 
@@ -93,9 +101,9 @@ def test_neighbouring_rows_cost_few_pages(connection: apsw.Connection) -> None:
     before = version(connection)
     connection.execute("UPDATE t SET a = a + 1 WHERE rowid BETWEEN 700 AND 720")
     after = version(connection)
-    changed, roots = changed_pages(before, after), (root(before, "t"), root(after, "t"))
+    changed = changed_pages(before, after)
     start = reads(before) + reads(after)
-    spans = changed_rowids(before, after, "t", roots, changed, has_rowids=True)
+    spans = find_candidates(before, after, "t", lambda: changed)[2].ranges
     assert covered(spans, set(range(700, 721)))
     assert sum(last - first + 1 for first, last in spans) < 150
     assert reads(before) + reads(after) - start < 0.1 * (before.pages.size_pages + after.pages.size_pages)
@@ -104,7 +112,7 @@ def test_neighbouring_rows_cost_few_pages(connection: apsw.Connection) -> None:
 def test_another_table_changes_nothing_here(connection: apsw.Connection) -> None:
     before = version(connection)
     connection.execute("INSERT INTO other SELECT * FROM t")
-    assert ranges(before, version(connection)) == []
+    assert candidates(before, version(connection)).is_empty
 
 
 def test_an_overflow_page_that_changes_alone_is_followed_to_its_row(connection: apsw.Connection) -> None:
@@ -115,26 +123,65 @@ def test_an_overflow_page_that_changes_alone_is_followed_to_its_row(connection: 
     after = version(connection)
     leaves = before.tree(root(before, "t")).leaves.keys()
     assert changed_pages(before, after).isdisjoint(leaves), "else this shows nothing"
-    spans = ranges(before, after)
-    assert covered(spans, {5000})
-    assert spans != [EVERYTHING]
+    found = candidates(before, after)
+    assert covered(found.ranges, {5000})
+    assert not found.whole
 
 
 def test_after_vacuum_everything_is_compared(connection: apsw.Connection) -> None:
     connection.execute("DELETE FROM t WHERE rowid < 300")
     before = version(connection)
     connection.execute("VACUUM")
-    assert ranges(before, version(connection)) == [EVERYTHING]
+    found = candidates(before, version(connection))
+    assert (found.ranges, found.whole) == ((EVERYTHING,), "rewritten")
 
 
-def test_a_table_without_rowids_is_all_or_nothing(connection: apsw.Connection) -> None:
-    connection.execute("CREATE TABLE w(k PRIMARY KEY, v) WITHOUT ROWID; INSERT INTO w SELECT a, b FROM t")
+def test_keys_of_a_table_without_rowids_come_from_the_records_that_differ(connection: apsw.Connection) -> None:
+    connection.execute("CREATE TABLE w(v, k TEXT COLLATE NOCASE PRIMARY KEY, x) WITHOUT ROWID")
+    connection.execute("INSERT INTO w SELECT a, 'key' || a, b FROM t")
     before = version(connection)
     connection.execute("UPDATE t SET a = 0 WHERE rowid = 1")
     after = version(connection)
-    assert ranges(before, after, "w", has_rowids=False) == []
-    connection.execute("UPDATE w SET v = 100 WHERE k = 1500")
-    assert ranges(after, version(connection), "w", has_rowids=False) == [EVERYTHING]
+    assert candidates(before, after, "w").is_empty
+    connection.execute("UPDATE w SET v = 100 WHERE k = 'key1500'")
+    connection.execute("UPDATE w SET k = 'KEY1' WHERE k = 'key1'")
+    connection.execute("DELETE FROM w WHERE k = 'key77'; INSERT INTO w VALUES (1, 'new', 2)")
+    last = version(connection)
+    assert len(candidates(after, last, "w").keys) < 20
+    assert not candidates(after, last, "w").whole
+    found = {(change.op, change.key[0]) for change in changes(after, last, "w")}
+    assert found == {
+        ("update", "key1500"),
+        ("insert", "KEY1"),
+        ("delete", "key1"),
+        ("delete", "key77"),
+        ("insert", "new"),
+    }
+
+
+def test_a_damaged_record_makes_everything_be_compared(connection: apsw.Connection) -> None:
+    connection.execute("CREATE TABLE w(k TEXT PRIMARY KEY, v) WITHOUT ROWID; INSERT INTO w SELECT 'k' || a, b FROM t")
+    before = version(connection)
+    connection.execute("UPDATE w SET v = 9 WHERE k = 'k5'")
+    after = version(connection)
+    (leaf,) = changed_pages(before, after) & after.tree(root(after, "w")).leaves.keys()
+    assert isinstance(after.pages, Image)
+    at = (leaf - 1) * PAGE
+    after.pages.data = after.pages.data[: at + 8] + b"\xff" * 4 + after.pages.data[at + 12 :]
+    assert candidates(before, after, "w").whole == "unreadable"
+
+
+def test_rows_are_the_same_only_if_they_are_stored_the_same() -> None:
+    assert same_values((1, None, "a", b"x", 0.0), (1, None, "a", b"x", 0.0))
+    for one, other in ((1, 1.0), ("a", "A"), ("1", 1), (0.0, -0.0), (b"a", "a"), (None, 0)):
+        assert not same_values((one,), (other,))
+
+
+def test_a_view_has_no_row_changes(connection: apsw.Connection) -> None:
+    connection.execute("CREATE VIEW v AS SELECT * FROM t")
+    before = version(connection)
+    with pytest.raises(InvalidInput, match="neither a rowid nor a primary key"):
+        candidates(before, before, "v")
 
 
 def test_pages_that_lead_in_a_circle_are_left_to_sqlite() -> None:
@@ -157,51 +204,119 @@ def test_joined_ranges_hold_the_same_rowids(spans: list[tuple[int, int]]) -> Non
     assert all(one[1] + 1 < other[0] for one, other in pairwise(merged))
 
 
+# ── random SQL on random schemas ──────────────────────────────────────────────────────────────────────────────────────
 VALUE = st.one_of(
     st.none(),
     st.integers(-5, 5),
     st.floats(0, 2),
     st.text("aB", max_size=4),
+    st.text("b\0", max_size=3).map(str.encode),
     st.integers(0, 3000).map(lambda n: "x" * n),
 )
-ROWID = st.integers(1, 400)
+KEY = st.integers(1, 120) | st.sampled_from(("a", "A", "b", 1.0, 2.5, b"a"))
+
+SCHEMAS = (
+    "CREATE TABLE {t}(k INTEGER PRIMARY KEY, a, b)",
+    "CREATE TABLE {t}(a, k UNIQUE, b)",
+    "CREATE TABLE {t}(a TEXT, b REAL, k INT, g AS (a || b), s AS (k + 1) STORED)",
+    "CREATE TABLE {t}(a NUMERIC, k BLOB PRIMARY KEY, b TEXT) WITHOUT ROWID",
+    "CREATE TABLE {t}(k TEXT COLLATE NOCASE, a, b INTEGER, c DEFAULT 7, PRIMARY KEY(k, b DESC)) WITHOUT ROWID",
+    "CREATE TABLE {t}(b, k REAL, a, PRIMARY KEY(k, b)) WITHOUT ROWID",
+)
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+def statement(sql: str, *values: st.SearchStrategy[Any]) -> st.SearchStrategy[Statement]:
+    return st.tuples(st.just(sql), st.tuples(*values))
+
+
 STEP = st.one_of(
-    st.tuples(st.just("INSERT OR REPLACE INTO {t}(rowid, a, b) VALUES (?, ?, ?)"), st.tuples(ROWID, VALUE, VALUE)),
-    st.tuples(st.just("UPDATE {t} SET a = ? WHERE rowid = ?"), st.tuples(VALUE, ROWID)),
-    st.tuples(st.just("UPDATE {t} SET a = substr(a, 1, length(a) - 1) || 'p' WHERE rowid = ?"), st.tuples(ROWID)),
-    st.tuples(st.just("UPDATE {t} SET b = upper(b) WHERE rowid BETWEEN ? AND ? + 9"), st.tuples(ROWID, ROWID)),
-    st.tuples(st.just("DELETE FROM {t} WHERE rowid BETWEEN ? AND ? + 5"), st.tuples(ROWID, ROWID)),
-    st.tuples(st.just("CREATE INDEX IF NOT EXISTS extra ON {t}(a)"), st.just(())),
-    st.tuples(st.just("DROP INDEX IF EXISTS extra"), st.just(())),
-    st.tuples(st.just("VACUUM"), st.just(())),
-    st.tuples(st.just("ALTER TABLE other ADD COLUMN c"), st.just(())),
-)  # fmt: skip
+    statement("INSERT OR REPLACE INTO {t}(k, a, b) VALUES (?, ?, ?)", KEY, VALUE, VALUE),
+    statement("INSERT OR IGNORE INTO {t}(k, a, b) SELECT i, ?, i % 3 FROM numbers WHERE i > ?", VALUE, KEY),
+    statement("UPDATE OR IGNORE {t} SET a = ? WHERE k = ?", VALUE, KEY),
+    statement("UPDATE OR IGNORE {t} SET a = substr(a, 1, length(a) - 1) || 'p' WHERE k = ?", KEY),
+    statement("UPDATE OR IGNORE {t} SET k = upper(k), b = upper(b) WHERE k BETWEEN ? AND ?", KEY, KEY),
+    statement("DELETE FROM {t} WHERE k BETWEEN ? AND ?", KEY, KEY),
+    statement("CREATE INDEX IF NOT EXISTS extra ON {t}(a)"),
+    statement("DROP INDEX IF EXISTS extra"),
+    statement("VACUUM"),
+    statement("ALTER TABLE {t} ADD COLUMN late DEFAULT 'd'"),
+    statement("ALTER TABLE {t} ADD COLUMN empty"),
+    statement("ALTER TABLE {t} RENAME COLUMN a TO a2"),
+    statement("DROP TABLE {t}"),
+    *(statement(sql) for sql in SCHEMAS),
+)
+
+
+def run(connection: apsw.Connection, steps: list[tuple[str, Statement]]) -> Version:
+    for table, (sql, values) in steps:
+        try:
+            connection.execute(sql.format(t=table), values)
+        except apsw.Error:  # not there, there already, or a constraint
+            continue
+    return version(connection)
+
+
+def stored_as(connection: apsw.Connection, table: str) -> list[tuple[Any, ...]]:
+    """All rows, with the types of their values."""
+    rows_found = connection.execute(f"SELECT * FROM {table}")
+    return sorted((tuple((type(value).__name__, value) for value in row) for row in rows_found), key=repr)
+
+
+def replayed(before: Version, after: Version, table: str) -> list[tuple[Any, ...]]:
+    """What another SQLite has after it was given the old rows, and then the changes."""
+    old, new, _ = find_candidates(before, after, table, lambda: changed_pages(before, after))
+    assert new is not None
+    names = [column.name for column in new.columns]
+    mirror = apsw.Connection(":memory:")
+    ((sql,),) = after.definition(new.name)
+    mirror.execute(sql)
+    written = [row[1] for row in mirror.execute(f"PRAGMA table_info({new.name})")]
+    width = len(written) + bool(new.rowid)
+    into = f"INSERT INTO {new.name}({', '.join(([new.rowid] if new.rowid else []) + written)})"
+    into = f"{into} VALUES ({', '.join('?' * width)})"
+    where = " AND ".join(f"{name} = ?" for name in ((new.rowid,) if new.rowid else new.key))
+
+    def insert(key: Any, row: dict[str, Any]) -> None:
+        mirror.execute(into, ((key,) if new.rowid else ()) + tuple(row[name] for name in written))
+
+    is_matched = old is not None and bool(old.rowid) == bool(new.rowid) and (old.rowid or old.key == new.key)
+    if is_matched:
+        for change in changed_rows(None, before, (None, old), names, Candidates((EVERYTHING,), whole="all")):
+            assert change.after is not None
+            insert(change.key, dict(zip(names, change.after)))
+    found = changes(before, after, table)
+    for change in found if is_matched else ():
+        mirror.execute(f"DELETE FROM {new.name} WHERE {where}", (change.key,) if new.rowid else change.key)
+    for change in found:
+        if change.after is not None:
+            insert(change.key, dict(zip(names, change.after)))
+    return stored_as(mirror, new.name)
 
 
 @given(
     st.sampled_from((0, 1, 2)),
-    st.lists(st.tuples(st.sampled_from(("t", "other")), STEP), max_size=25),
+    st.sampled_from(SCHEMAS),
     st.lists(st.tuples(st.sampled_from(("t", "other")), STEP), max_size=12),
+    st.lists(st.tuples(st.sampled_from(("t", "t", "other")), STEP), max_size=6),
 )
-def test_no_row_that_differs_is_missed(
-    auto_vacuum: int, first: list[tuple[str, Any]], second: list[tuple[str, Any]]
+def test_changes_replayed_into_another_sqlite_give_the_new_version(
+    auto_vacuum: int, schema: str, first: list[tuple[str, Statement]], second: list[tuple[str, Statement]]
 ) -> None:
     connection = apsw.Connection(":memory:")
     connection.execute(f"PRAGMA page_size = {PAGE}; PRAGMA auto_vacuum = {auto_vacuum}")
-    connection.execute("CREATE TABLE t(a, b); CREATE TABLE other(a, b); CREATE INDEX by_b ON t(b)")
+    connection.execute(schema.format(t="t"))
     connection.execute(
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300)"
-        "INSERT INTO t SELECT CASE i % 9 WHEN 0 THEN printf('%.*c', i * 5, 'o') ELSE i END, i FROM n"
+        "CREATE TABLE numbers AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 200) SELECT i FROM n"
     )
-
-    def run(steps: list[tuple[str, Any]]) -> Version:
-        for table, (sql, values) in steps:
-            try:
-                connection.execute(sql.format(t=table), values)
-            except apsw.SQLError:  # the column is there already
-                continue
-        return version(connection)
-
-    before, after = run(first), run(second)
+    connection.execute(
+        "INSERT INTO t(k, a, b) SELECT i, CASE i % 9 WHEN 0 THEN printf('%.*c', i * 5, 'o') ELSE i END, i FROM numbers"
+    )
+    before, after = run(connection, first), run(connection, second)
     for table in ("t", "other"):
-        assert covered(ranges(before, after, table), differing(before, after, table))
+        if after.table(table) is not None:
+            assert replayed(before, after, table) == stored_as(after.connection, table)
+        else:
+            assert {change.op for change in changes(before, after, table)} <= {"delete"}
+        assert not changes(after, after, table)

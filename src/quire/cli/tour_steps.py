@@ -281,9 +281,7 @@ def spark(store: Store, guide: Guide) -> dict[str, Any]:
         )
         old = {"database": SHOP, "from": SNAPSHOT, "table": "product"}
         began = CLOCK.monotonic()
-        changed = (
-            engine.read.format("quire.diff").options(**here, **old).load().where("_change = 'update_after'").count()
-        )
+        changed = engine.read.format("quire.rows").options(**here, **old).load().where("_op = 'update'").count()
         guide.say(f"rows that differ from {SHOP}@{SNAPSHOT}, found by comparing pages: {changed}, {_seconds(began)} s")
         began = CLOCK.monotonic()
         verified = store.heavy.verify(runner="spark")

@@ -5,6 +5,8 @@ Terms
            `snapshot_readers` with the tag `quire.view`: the length of the lease in ms, and the number of a copy
   copy     what a version of a key-value set is on disk: a directory of links (`lsm/snapshots.py`)
   horizon  the moment in the rows; a renewal moves it only when the lease itself would reach beyond it
+  holder   who comes back for versions, by a name of its own: a consumer of row changes. Its rows also have the version as a
+           value and a label, the name of the database; its leases are renewed and end together, so that none is missing alone
 
 Rows are local: a lease is no snapshot, no reference and no change, so lists, counts, retention and the feed do not know it.
 It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
@@ -28,6 +30,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from quire.core.errors import InvalidInput, LeaseExpired, ManifestDamaged
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 VIEW_TAG = "quire.view"
+HOLDER_TAG, LABEL_TAG = "quire.holder", "quire.label"
 
 LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
 DOUBT_SECONDS = 3_600.0
@@ -54,6 +59,19 @@ class LentVersion:
     lsn: int
     copy: int = 0
     """The number of the directory that holds a key-value set's version."""
+    label: str = ""
+    """What its holder calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A version that a holder comes back for."""
+
+    label: str
+    db_id: int
+    lease_id: int
+    lsn: int
+    """0 if it stands for nothing: the database was dropped."""
 
 
 @dataclass(slots=True)
@@ -68,19 +86,23 @@ class _Lease:
     lent: dict[int, LentVersion] = field(default_factory=dict)
     opened_ms: int = 0
     """When its first row was written, by the manifest's time."""
-    origins: set[int] = field(default_factory=set)
-    """Databases that made what its versions need …"""
+    origins: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Databases that made what its versions need, by the version's database …"""
     unknown: set[int] = field(default_factory=set)
     """… but for those of these databases, which have not been looked up yet."""
+
+    @property
+    def holder(self) -> str:
+        return self.tags.get(HOLDER_TAG, "")
 
     def add(self, part: LentVersion, opened_ms: int) -> None:
         self.lent[part.db_id] = part
         self.opened_ms = min(self.opened_ms or opened_ms, opened_ms)
-        if not part.copy:
+        if not part.copy and (part.lsn or not part.label):  # a mark of a holder's stands for nothing
             self.unknown.add(part.db_id)
 
     def needs(self, origin: int) -> bool:
-        return bool(self.unknown) or origin in self.origins
+        return bool(self.unknown) or any(origin in origins for origins in self.origins.values())
 
 
 class VersionLeases:
@@ -104,16 +126,16 @@ class VersionLeases:
             rows = list(reader_rows(txn))
         if any(row is None for _, row in rows):
             self._doubt_until = self._clock.monotonic() + DOUBT_SECONDS
+        now = self._clock.monotonic()  # once: leases of one holder end together
         for (db_id, lease_id), row in rows:
             if row is None or not is_view(row):
                 continue
             ttl_ms, copy = _mark(row)
             lease = self._leases.get(lease_id)
             if lease is None:
-                tags = {name: value for name, value in row.tags.items() if name != VIEW_TAG}
-                deadline = self._clock.monotonic() + ttl_ms / 1000
-                lease = self._leases[lease_id] = _Lease(ttl_ms, deadline, 0, tags)
-            lease.add(LentVersion(db_id, row.snapshot_lsn, copy), row.opened_at_ms)
+                tags = {name: value for name, value in row.tags.items() if name not in (VIEW_TAG, LABEL_TAG)}
+                lease = self._leases[lease_id] = _Lease(ttl_ms, now + ttl_ms / 1000, 0, tags)
+            lease.add(LentVersion(db_id, row.snapshot_lsn, copy, row.tags.get(LABEL_TAG, "")), row.opened_at_ms)
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def hold(
@@ -142,29 +164,84 @@ class VersionLeases:
             lease.horizon_ms = lease.horizon_ms or horizon
             for part in parts.values():
                 lease.add(part, guard.committed_at_ms)
+        if lease.holder:
+            self.renew(lease_id)
         return lease_id
 
     def narrow(self, lease_id: int, db_id: int, origins: Iterable[int]) -> None:
         """The version of a database has been looked up: these databases made what it needs."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
-                lease.origins.update(origins)
+                lease.origins[db_id] = frozenset(origins)
                 lease.unknown.discard(db_id)
+
+    def keep_views(self, lease_id: int, views: dict[int, bytes]) -> None:
+        """Keep versions as values with a holder's lease, by database. Durable on return."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            rows = [] if lease is None else self._rows(lease_id, lease, list(lease.lent.values()), lease.horizon_ms)
+        rows = [replace(row, view=views[row.db_id]) for row in rows if row.db_id in views]
+        self._manifest.submit(rows).result()
+
+    def view(self, lease_id: int, db_id: int) -> bytes:
+        """A version that was kept as a value. Raises `LeaseExpired`."""
+        with self._manifest.read() as txn:
+            row = txn.get(t.SNAPSHOT_READERS, db_id, lease_id)
+        if row is None or not row.view:
+            raise _ended(lease_id)
+        return row.view
+
+    def held(self, holder: str) -> list[HeldVersion]:
+        """The versions that a holder has, the oldest first."""
+        with self._lock:
+            leases = [(key, lease) for key, lease in self._leases.items() if lease.holder == holder]
+            return sorted(
+                (
+                    HeldVersion(part.label, part.db_id, lease_id, part.lsn)
+                    for lease_id, lease in leases
+                    if self._lives(lease)
+                    for part in lease.lent.values()
+                ),
+                key=lambda version: version.lease_id,
+            )
+
+    def let_go(self, versions: Iterable[tuple[int, int]]) -> None:
+        """Versions that nobody comes back for, as (lease, database); what has ended is fine. Durable on return."""
+        dropped: list[Op] = []
+        with self._lock:
+            for lease_id, db_id in versions:
+                lease = self._leases.get(lease_id)
+                if lease is None or lease.lent.pop(db_id, None) is None:
+                    continue
+                lease.origins.pop(db_id, None)
+                lease.unknown.discard(db_id)
+                if not lease.lent:
+                    del self._leases[lease_id]
+                dropped.append(DropReader(db_id, lease_id))
+        if dropped:
+            self._manifest.submit(dropped).result()
 
     def renew(self, lease_id: int) -> None:
         """The reader is alive; `LeaseExpired` if the lease has ended."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None or not self._lives(lease):
-                hint = "ask for the version again; a snapshot keeps one for longer"
-                raise LeaseExpired("the version that was lent is no longer kept", hint=hint, lease_id=lease_id)
-            now_ms = self._clock.now_ms()
-            lease.deadline = self._clock.monotonic() + lease.ttl_ms / 1000
-            if now_ms + lease.ttl_ms <= lease.horizon_ms:
-                return
-            lease.horizon_ms = now_ms + 2 * lease.ttl_ms
-            rows = self._rows(lease_id, lease, list(lease.lent.values()), lease.horizon_ms)
-        self._manifest.submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time
+                raise _ended(lease_id)
+            rows: list[Op] = []
+            now, now_ms = self._clock.monotonic(), self._clock.now_ms()
+            for key, also in self._together(lease_id, lease):
+                also.deadline = now + lease.ttl_ms / 1000
+                if now_ms + lease.ttl_ms > also.horizon_ms:
+                    also.horizon_ms = now_ms + 2 * lease.ttl_ms
+                    rows += self._rows(key, also, list(also.lent.values()), also.horizon_ms)
+        if rows:
+            self._manifest.submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time
+
+    def _together(self, lease_id: int, lease: _Lease) -> list[tuple[int, _Lease]]:
+        """The leases that are renewed with one: all of its holder."""
+        if not lease.holder:
+            return [(lease_id, lease)]
+        return [(key, other) for key, other in self._leases.items() if other.holder == lease.holder]
 
     def release(self, lease_id: int) -> None:
         """The reader is done; a lease that has ended is fine."""
@@ -187,14 +264,14 @@ class VersionLeases:
         ops = [DropReader(db_id, lease_id) for lease_id, lease in leases.items() for db_id in lease.lent]
         self._manifest.submit(ops).result()
 
-    def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[LentVersion], horizon_ms: int) -> list[Op]:
+    def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[LentVersion], horizon_ms: int) -> list[PutReader]:
         return [
             PutReader(
                 part.db_id,
                 lease_id,
                 part.lsn,
                 horizon_ms,
-                {**lease.tags, VIEW_TAG: f"{lease.ttl_ms}:{part.copy}"},
+                {**lease.tags, **_label(part), VIEW_TAG: f"{lease.ttl_ms}:{part.copy}"},
             )
             for part in parts
         ]
@@ -244,6 +321,15 @@ def reader_rows(txn: ReadTxn, *prefix: int) -> Iterator[tuple[tuple[int, int], R
 def is_view(row: ReaderRecord) -> bool:
     """Whether a reader's row is a lease's: it holds no floor."""
     return VIEW_TAG in row.tags
+
+
+def _label(part: LentVersion) -> dict[str, str]:
+    return {LABEL_TAG: part.label} if part.label else {}
+
+
+def _ended(lease_id: int) -> LeaseExpired:
+    hint = "ask for the version again; a snapshot keeps one for longer"
+    return LeaseExpired("the version that was lent is no longer kept", hint=hint, lease_id=lease_id)
 
 
 def _mark(row: ReaderRecord) -> tuple[int, int]:

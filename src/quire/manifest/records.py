@@ -586,13 +586,14 @@ class IdempotencyRecord(Record, frozen=True):
 
 # ── readers, metrics, housekeeping ────────────────────────────────────────────────────────────────────────────────────
 class ReaderRecord(Record, frozen=True):
-    """A remote reader's lease on a version of a database."""
+    """A remote reader's lease on a version of a database; `view` is the version as a value, for one that comes back for it."""
 
     snapshot_lsn: UInt
     opened_at_ms: UInt
     heartbeat_at_ms: UInt
     expires_at_ms: UInt
     tags: dict[str, str] = {}
+    view: bytes = b""
 
 
 class FloorRecord(Record, frozen=True):

@@ -124,6 +124,7 @@ def lend(
     lease_id: int = 0,
     upload: bool = False,
     tags: dict[str, str] | None = None,
+    labels: Sequence[str] = (),
 ) -> tuple[int, list[SnapshotView]]:
     """(id of the lease, a view of each database as it is now), written but not yet durable transactions included."""
     manifest, objects_url = engine._manifest, engine._objects_url
@@ -133,7 +134,8 @@ def lend(
         for store in stores:
             holds.callback(_hold(store, "lend").close)
         marks = dict(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
-        parts = [LentVersion(db_id, mark.lsn) for db_id, mark in marks.items()]
+        called = dict(zip((store.db_id for store in stores), labels))
+        parts = [LentVersion(db_id, mark.lsn, label=called.get(db_id, "")) for db_id, mark in marks.items()]
         lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
         views = []
         for store in stores:

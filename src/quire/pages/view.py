@@ -103,6 +103,20 @@ def without_object(view: SnapshotView) -> list[ArtifactKey]:
     ]
 
 
+def place_of(view: SnapshotView, link: np.void) -> ChunkPlace:
+    """Where the chunk of a link is."""
+    key = ArtifactKey(
+        int(link["origin_db_id"]),
+        ArtifactKind(int(link["kind"])),
+        int(link["slot"]),
+        int(link["generation"]),
+        int(link["delta_id"]),
+    )
+    url, prefix = view.spaces[int(link["space"])]
+    name = view.names[int(link["name"])] or object_key(key)
+    return ChunkPlace(key=key, url=url, object_key=key_below(prefix, name), size_bytes=int(link["size_bytes"]))
+
+
 class _NoDisk(OsDisk):
     """A disk with nothing on it, so that nobody's files are taken for the store's."""
 
@@ -164,21 +178,8 @@ class ViewSource(PageSource):
                 raise SnapshotGone(
                     what, hint="open another one", db_id=self.db_id, lsn=self._view.lsn, covered_lsn=covered
                 )
-            known = self._chains[slot] = (covered, tuple(self._place(row) for row in rows))
+            known = self._chains[slot] = (covered, tuple(place_of(self._view, row) for row in rows))
         return known
-
-    def _place(self, row: np.void) -> ChunkPlace:
-        view = self._view
-        key = ArtifactKey(
-            int(row["origin_db_id"]),
-            ArtifactKind(int(row["kind"])),
-            int(row["slot"]),
-            int(row["generation"]),
-            int(row["delta_id"]),
-        )
-        url, prefix = view.spaces[int(row["space"])]
-        name = view.names[int(row["name"])] or object_key(key)
-        return ChunkPlace(key=key, url=url, object_key=key_below(prefix, name), size_bytes=int(row["size_bytes"]))
 
     def explain(self, error: Corruption) -> None:
         """Raise `SnapshotGone` if the snapshot behind the view was dropped."""

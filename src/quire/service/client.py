@@ -32,6 +32,7 @@ from quire.durable.files import OsDisk
 from quire.lsm.engine import KvVersion
 from quire.manifest.arrow import schema
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
+from quire.manifest.leases import HeldVersion
 from quire.manifest.ops.base import Op
 from quire.manifest.reads import table_named
 from quire.manifest.records import DbKind, JobKind, JobState
@@ -289,16 +290,38 @@ class Client:
         *,
         lease_id: int = 0,
         upload: bool = False,
+        holder: str = "",
         timeout: float = 600.0,
     ) -> m.LentViews:
         """The newest versions of page databases, to be read without the owner (P16). What they need is not deleted until
-        `seconds` after the lease was last renewed. With `lease_id` they become part of that lease."""
-        request = m.Lend(tuple(databases), float(seconds), lease_id, upload)
+        `seconds` after the lease was last renewed. With `lease_id` they become part of that lease. A `holder` can ask for them
+        again, by the names of the databases."""
+        request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder)
         return self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
 
     def lend_kv(self, db: int | str, seconds: float) -> m.LentKv:
         """The same of a key-value set."""
         return self._channel.call("lease.open_kv", m.LendKv(db, float(seconds)))
+
+    def held(self, holder: str) -> list[HeldVersion]:
+        """The versions that a holder has, the oldest first."""
+        return self._channel.call("lease.held", m.OfHolder(holder))
+
+    def mark_dropped(self, holder: str, dropped: Sequence[tuple[int, str]], seconds: float) -> int:
+        """Keep for a holder that databases, (id, name), are not there any more; the id of the lease."""
+        return self._channel.call("lease.mark_dropped", m.MarkDropped(holder, tuple(dropped), float(seconds)))
+
+    def held_views(self, versions: Sequence[tuple[int, int]]) -> list[SnapshotView]:
+        """Versions of a holder, given as (lease, database)."""
+        return self._channel.call("lease.views", m.OfHeldVersions(tuple(versions)))
+
+    def let_go(self, versions: Sequence[tuple[int, int]]) -> None:
+        """A holder does not come back for these versions, (lease, database)."""
+        self._channel.call("lease.let_go", m.OfHeldVersions(tuple(versions)))
+
+    def newest_lsns(self, databases: Sequence[str]) -> list[int]:
+        """How far page databases have been written."""
+        return self._channel.call("lease.newest", m.NewestLsns(tuple(databases)))
 
     def renew_lease(self, lease_id: int) -> None:
         """Somebody still reads what was lent. `LeaseExpired` if it is no longer kept."""

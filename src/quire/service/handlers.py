@@ -36,12 +36,14 @@ from quire.manifest import feed
 from quire.manifest import tables as t
 from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
+from quire.manifest.leases import HeldVersion
 from quire.manifest.ops.cursors import DropCursor, RegisterCursor
 from quire.manifest.ops.databases import DropDb, RecordRollback, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack, SnapshotInfo
+from quire.pages.held_versions import held_view, lend_to, mark_dropped, newest_lsns
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service import tickets
@@ -233,10 +235,28 @@ class Handlers:
 
     def do_lease_open(self, request: m.Lend, call: CallContext) -> m.LentViews:
         self._check_lending(request.seconds, call, upload=request.upload)
-        lease_id, views = self._store.pages.lend(
-            request.databases, request.seconds, lease_id=request.lease_id, upload=request.upload
-        )
-        return m.LentViews(lease_id, views)
+        if request.holder:
+            names = [str(name) for name in request.databases]
+            lending = partial(lend_to, self._store.pages, request.holder, names)
+        else:
+            lending = partial(self._store.pages.lend, request.databases)
+        return m.LentViews(*lending(request.seconds, lease_id=request.lease_id, upload=request.upload))
+
+    def do_lease_held(self, request: m.OfHolder, _: CallContext) -> list[HeldVersion]:
+        return self._manifest.leases.held(request.holder)
+
+    def do_lease_mark_dropped(self, request: m.MarkDropped, call: CallContext) -> int:
+        self._check_lending(request.seconds, call)
+        return mark_dropped(self._store.pages, request.holder, request.dropped, request.seconds)
+
+    def do_lease_views(self, request: m.OfHeldVersions, _: CallContext) -> list[SnapshotView]:
+        return [held_view(self._store.pages, *version) for version in request.versions]
+
+    def do_lease_let_go(self, request: m.OfHeldVersions, _: CallContext) -> None:
+        self._manifest.leases.let_go(request.versions)
+
+    def do_lease_newest(self, request: m.NewestLsns, _: CallContext) -> list[int]:
+        return newest_lsns(self._store.pages, request.databases)
 
     def do_lease_open_kv(self, request: m.LendKv, call: CallContext) -> m.LentKv:
         self._check_lending(request.seconds, call)

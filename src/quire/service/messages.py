@@ -19,6 +19,7 @@ from quire.lsm.engine import KvVersion
 from quire.manifest.change import ChangePage, CursorInfo
 from quire.manifest.guard import Receipt
 from quire.manifest.jobqueue import Job
+from quire.manifest.leases import HeldVersion
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.snapshots import RolledBack, SnapshotInfo
@@ -138,12 +139,14 @@ class OfView(Request, frozen=True):
 
 
 class Lend(Request, frozen=True):
-    """Lend the newest versions of some databases, as a lease of their own (0) or as part of one."""
+    """Lend the newest versions of some databases, as a lease of their own (0) or as part of one; to a `holder` that comes back
+    for them, by names."""
 
     databases: tuple[int | str, ...]
     seconds: float
     lease_id: int = 0
     upload: bool = False
+    holder: str = ""
 
 
 class LentViews(Request, frozen=True):
@@ -151,6 +154,32 @@ class LentViews(Request, frozen=True):
 
     lease_id: int
     views: list[SnapshotView]
+
+
+class OfHolder(Request, frozen=True):
+    """Who comes back for versions."""
+
+    holder: str
+
+
+class MarkDropped(Request, frozen=True):
+    """Databases, (id, name), that a holder has versions of, and that are not there any more."""
+
+    holder: str
+    dropped: tuple[tuple[int, str], ...]
+    seconds: float
+
+
+class OfHeldVersions(Request, frozen=True):
+    """Versions of a holder, as (lease, database)."""
+
+    versions: tuple[tuple[int, int], ...]
+
+
+class NewestLsns(Request, frozen=True):
+    """How far page databases have been written."""
+
+    databases: tuple[str, ...]
 
 
 class LendKv(Request, frozen=True):
@@ -407,6 +436,11 @@ ACTIONS: dict[str, Action] = {
         _read("lease.open_kv", LendKv, LentKv),
         LEASE_RENEW,
         _read("lease.release", OfLease, None),
+        _read("lease.held", OfHolder, list[HeldVersion]),
+        _read("lease.mark_dropped", MarkDropped, int),
+        _read("lease.views", OfHeldVersions, list[SnapshotView]),
+        _read("lease.let_go", OfHeldVersions, None),
+        _read("lease.newest", NewestLsns, list[int]),
         _once("start", RunJob, Started),
         Action("submit", Submit, list[BatchOutcome]),
         Action("reserve", Reserve, int),

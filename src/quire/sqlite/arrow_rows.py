@@ -5,7 +5,8 @@ Terms
   window   a range of rowids whose rows SQLite gathers in one step: for each column one text, the JSON array of its values
 
 - A misfit is an error that names the column and the value, or `NULL` if the option `misfits` says so: never a guess. As
-  `string` every number is read as SQLite prints it. `date` and `timestamp` (of a schema the user gives) are read from ISO
+  `string` every number is read as SQLite prints it, as `double` every whole number as the nearest one, and as `binary` every
+  text and number as the UTF-8 of its text. `date` and `timestamp` (of a schema the user gives) are read from ISO
   text, `timestamp` also from seconds since 1970; `decimal` from text and numbers.
 - Windows are for tables with rowids whose wanted columns are `bigint` with integer affinity or `string` with text affinity:
   their JSON says exactly what is stored. With a condition SQLite is asked for rows: an index may answer better than a walk
@@ -161,6 +162,8 @@ def _fitted(value: Any, kind: pa.DataType) -> Any:
         return repr(value)
     if pa.types.is_floating(kind) and isinstance(value, int):
         return float(value)
+    if pa.types.is_binary(kind) and not isinstance(value, bytes):
+        return (value if isinstance(value, str) else repr(value)).encode()
     if pa.types.is_timestamp(kind) and isinstance(value, int | float):
         return pa.scalar(round(value * 1_000_000), pa.int64()).cast(kind).as_py()
     if pa.types.is_timestamp(kind) and isinstance(value, str):
@@ -205,6 +208,9 @@ def _select(query: ColumnQuery, rowids: Rowids, where: str, in_order: bool) -> t
             values.append(query.database)
             continue
         column = table.column(name)
+        if column is None and query.null_missing:
+            shown.append("NULL")
+            continue
         if column is None:
             hint = f"columns: {', '.join(column.name for column in table.columns)}"
             raise InvalidInput("the table has no such column", hint=hint, column=name, database=query.database)
@@ -250,6 +256,8 @@ class ColumnQuery:
     schema: pa.Schema
     database: str = ""
     """What the column that names the database says; empty if there is none."""
+    null_missing: bool = False
+    """Whether a column that the table does not have is NULL."""
 
     @property
     def is_allowed(self) -> bool:

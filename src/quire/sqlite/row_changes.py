@@ -1,34 +1,42 @@
 """Which rows of a table differ between two versions of its database, found by the pages that differ (L1).
 
 Terms
-  version    the pages of a database at one moment, and a connection that reads them
-  changed    the pages whose bytes differ between the two versions, a page that only one of them has included
+  version      the pages of a database at one moment, and a connection that reads them
+  changed      the pages whose bytes differ between the two versions, a page that only one of them has included
+  candidates   where rows may differ: ranges of rowids, or keys; everything, with the reason
 
 A row is in a leaf of its table's tree, and what does not fit there in a chain of overflow pages. So a row that differs is in a
 leaf that differs, that is in one version's tree only, or that leads to overflow pages which differ. Interior pages say which
 rowids those leaves hold; SQLite reads these ranges in both versions, and the rows are compared.
 
 Rules
-  1. What is given back covers every row that differs; rows that do not differ may be among them.
+  1. Candidates cover every row that differs; rows that do not differ may be among them.
   2. A changed page that no tree, free list or pointer map of either version accounts for is an overflow page in both. An UPDATE
      can change it without touching a leaf: then the leaves whose rows lead to such pages are asked of SQLite (`dbstat`), which
      reads the whole table once.
   3. Where about half of the leaves differ a comparison of everything is as fast; after VACUUM, and if the table was altered,
      nothing else is possible.
+  4. A table WITHOUT ROWID has rows in interior pages, too. The records of these and of differing leaves are compared as bytes;
+     what only one version has gives keys, and SQLite looks up the rows. Overflow pages that changed: everything.
+  5. Rows are the same if SQLite stores the same values: 1 and 1.0, `abc` and `ABC` differ whatever the collation.
+  6. Rows are matched by rowid, in tables WITHOUT ROWID by primary key. If a table has become one of the other kind, or has
+     another key, all old rows are deleted, and all new ones inserted.
 
-Tables WITHOUT ROWID, and pages that are not what they should be: everything, or nothing if no page of the tree differs.
+Pages that are not what they should be are left to SQLite: everything is compared.
 
-Threads: one at a time on a connection.
+Threads: one at a time on a connection. Executor-safe. Raises `InvalidInput` for tables whose rows have no key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.core.errors import OutOfRange
+from quire.core.errors import InvalidInput, NotFound, OutOfRange
 from quire.sqlite.dbfile import PENDING_BYTE
+from quire.sqlite.index_cells import IndexFormat, key_of, payloads
+from quire.sqlite.tables import SqliteTable, find_table, quoted
 from quire.sqlite.trees import (
     EVERYTHING,
     ReadPage,
@@ -53,6 +61,40 @@ SHARE_MAX = 0.5
 SCHEMA_ROOT = 1
 """Where the tree of sqlite_schema begins."""
 
+INSERT, UPDATE, DELETE = "insert", "update", "delete"
+
+Row = tuple[Any, ...]
+KeyedRow = tuple[Any, Row]
+
+_END: KeyedRow = (None, ())
+
+
+class RowChange(NamedTuple):
+    """A row that differs."""
+
+    op: str
+    key: Any
+    """The rowid, or the values of the primary key."""
+    before: Row | None
+    after: Row | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Where the rows of a table may differ."""
+
+    ranges: tuple[Rowids, ...] = ()
+    """Of a table with rowids: rising, without overlaps."""
+    keys: tuple[Row, ...] = ()
+    """Of a table without."""
+    whole: str = ""
+    """Why everything is compared, if it is."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row differs."""
+        return not (self.ranges or self.keys or self.whole)
+
 
 @dataclass(slots=True)
 class Version:
@@ -60,12 +102,29 @@ class Version:
 
     pages: PageReader
     connection: apsw.Connection
+    database: str = ""
+    """Its name, for errors."""
     _trees: dict[int, Tree] = field(default_factory=dict)
 
     @property
     def read_page(self) -> ReadPage:
         """By SQLite's numbers."""
         return by_number(self.pages)
+
+    def table(self, name: str) -> SqliteTable | None:
+        """A table, if this version has it; `InvalidInput` if its rows have no key."""
+        try:
+            table = find_table(self.connection, name, self.database)
+        except NotFound:
+            return None
+        if not table.root or not (table.rowid or table.key):
+            raise InvalidInput(
+                "its rows cannot be matched: they have neither a rowid nor a primary key",
+                hint="row changes are those of tables; a view or a virtual table has none",
+                table=name,
+                database=self.database,
+            )
+        return table
 
     def tree(self, root: int) -> Tree:
         """The tree that begins at a page."""
@@ -100,29 +159,197 @@ class Version:
                 owners.add(leaf)
         return owners
 
+    def records(self, pages: Iterable[int], form: IndexFormat) -> set[bytes]:
+        """The rows that pages of a table WITHOUT ROWID hold, as they are stored."""
+        return {payload for page in pages for payload in payloads(self.read_page, page, form)}
 
-def changed_rowids(
-    before: Version, after: Version, table: str, roots: tuple[int, int], changed: Collection[int], *, has_rowids: bool
-) -> list[Rowids]:
-    """The rowids among which all rows are that differ: rising, without overlaps; `[EVERYTHING]` if the whole table has to be
-    compared. `roots`: where its tree begins in each version; `changed`: the pages that differ, by SQLite's numbers."""
-    if before.definition(table) != after.definition(table):
-        return [EVERYTHING]  # a column that was added has a value in rows that nobody touched
+
+# ── where rows may differ ─────────────────────────────────────────────────────────────────────────────────────────────
+def find_candidates(
+    before: Version, after: Version, name: str, changed: Callable[[], Collection[int]]
+) -> tuple[SqliteTable | None, SqliteTable | None, Candidates]:
+    """(the table in each version, where its rows may differ). `changed` gives the pages that differ, by SQLite's numbers."""
+    old, new = before.table(name), after.table(name)
+    if old is None and new is None:
+        return None, None, Candidates()
+    if old is None or new is None:
+        return old, new, _everything("created" if old is None else "dropped", old or new)
+    if before.pages.page_size != after.pages.page_size:
+        return old, new, _everything("page size", new)
+    # A column that was added has a value in rows that nobody touched.
+    if before.definition(old.name) != after.definition(new.name):
+        return old, new, _everything("altered", new)
     try:
-        old, new = before.tree(roots[0]), after.tree(roots[1])
-        own = old.pages() | new.pages()
-        others = set(changed) - own
-        overflow = others - before.accounted() - after.accounted() if others else set()
-        if not has_rowids:
-            is_same = not overflow and own.isdisjoint(changed) and old.leaves.keys() == new.leaves.keys()
-            return [] if is_same else [EVERYTHING]
-        same = {page for page in old.leaves.keys() & new.leaves.keys() if page not in changed}
-        if overflow:
-            same -= after.owners(table, overflow)
-        differing = [old.leaves[page] for page in old.leaves.keys() - same]
-        differing += [new.leaves[page] for page in new.leaves.keys() - same]
+        return old, new, _in_trees(before, after, old, new, changed())
     except (Unreadable, OutOfRange):
-        return [EVERYTHING]
-    if len(differing) > SHARE_MAX * (len(old.leaves) + len(new.leaves)):
-        return [EVERYTHING]
-    return joined(differing)
+        return old, new, _everything("unreadable", new)
+
+
+def _everything(reason: str, table: SqliteTable | None) -> Candidates:
+    return Candidates(ranges=(EVERYTHING,) if table is not None and table.rowid else (), whole=reason)
+
+
+def _in_trees(
+    before: Version, after: Version, old: SqliteTable, new: SqliteTable, changed: Collection[int]
+) -> Candidates:
+    trees = before.tree(old.root), after.tree(new.root)
+    own = trees[0].pages() | trees[1].pages()
+    others = set(changed) - own
+    overflow = others - before.accounted() - after.accounted() if others else set[int]()
+    same = {page for page in trees[0].leaves.keys() & trees[1].leaves.keys() if page not in changed}
+    if overflow and new.rowid:
+        same -= after.owners(new.name, overflow)
+    leaves = [tree.leaves.keys() - same for tree in trees]
+    share = sum(map(len, leaves)) / max(sum(len(tree.leaves) for tree in trees), 1)
+    if share > SHARE_MAX and (sum(map(len, leaves)) > 2 or not new.rowid):
+        return _everything("rewritten", new)
+    if new.rowid:
+        return Candidates(
+            ranges=tuple(joined([tree.leaves[page] for tree, some in zip(trees, leaves) for page in some]))
+        )
+    if overflow:
+        return _everything("overflow", new)
+    if own.isdisjoint(changed) and trees[0].leaves.keys() == trees[1].leaves.keys():
+        return Candidates()
+    versions = before, after
+    forms = [IndexFormat.of(version.read_page(1), version.pages.size_pages) for version in versions]
+    records = [
+        version.records(some | tree.interior, form) for version, tree, some, form in zip(versions, trees, leaves, forms)
+    ]
+    return Candidates(keys=_keys(records, len(new.key), forms))
+
+
+def _keys(records: list[set[bytes]], columns: int, forms: list[IndexFormat]) -> tuple[Row, ...]:
+    """The keys of the records that only one version has; each once, though 1 and 1.0 are one key."""
+    keys: dict[Row, None] = {}
+    for mine, others, form in zip(records, reversed(records), forms):
+        for record in mine - others:
+            keys.setdefault(key_of(record, columns, form.encoding))
+    return tuple(keys)
+
+
+# ── the rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def changed_rows(
+    before: Version | None,
+    after: Version | None,
+    tables: tuple[SqliteTable | None, SqliteTable | None],
+    columns: Sequence[str],
+    candidates: Candidates,
+) -> Iterator[RowChange]:
+    """The rows that differ in these columns; one that a version has not counts as NULL there. `None` for a version without any
+    table: then all rows are new, or gone."""
+    old = _Side(before.connection, tables[0], columns) if before is not None and tables[0] is not None else None
+    new = _Side(after.connection, tables[1], columns) if after is not None and tables[1] is not None else None
+    if old is None or new is None or not old.is_matched_like(new):
+        if old is not None:
+            for key, row in old.rows(candidates.ranges):
+                yield RowChange(DELETE, key, row, None)
+        if new is not None:
+            for key, row in new.rows(candidates.ranges):
+                yield RowChange(INSERT, key, None, row)
+    elif new.table.rowid:
+        for rowids in candidates.ranges:
+            yield from merged(old.by_rowid(rowids), new.by_rowid(rowids))
+    elif candidates.whole:
+        yield from looked_up({_typed(key): (key, row) for key, row in old.by_key()}, new.by_key())
+    else:
+        keyed = {_typed(key): (key, row) for key, row in old.of_keys(candidates.keys)}
+        yield from looked_up(keyed, new.of_keys(candidates.keys))
+
+
+class _Side:
+    """The rows of a table in one version."""
+
+    def __init__(self, connection: apsw.Connection, table: SqliteTable, columns: Sequence[str]) -> None:
+        self.table = table
+        self._connection = connection
+        self._key = [table.rowid] if table.rowid else [quoted(name) for name in table.key]
+        stored = [table.column(name) for name in columns]
+        shown = [quoted(column.name) if column is not None else "NULL" for column in stored]
+        self._select = f"SELECT {', '.join(self._key + shown)} FROM main.{quoted(table.name)}"
+
+    def is_matched_like(self, other: _Side) -> bool:
+        """Whether a row of this version can be the same row in the other."""
+        if self.table.rowid or other.table.rowid:
+            return bool(self.table.rowid and other.table.rowid)
+        return [name.lower() for name in self.table.key] == [name.lower() for name in other.table.key]
+
+    def rows(self, ranges: Iterable[Rowids]) -> Iterator[KeyedRow]:
+        """All rows; of a table with rowids those of these ranges."""
+        if not self.table.rowid:
+            yield from self.by_key()
+            return
+        for rowids in ranges or (EVERYTHING,):
+            yield from self.by_rowid(rowids)
+
+    def by_rowid(self, rowids: Rowids) -> Iterator[KeyedRow]:
+        """The rows of a range, in order."""
+        (name,) = self._key
+        where = "" if rowids == EVERYTHING else f" WHERE {name} BETWEEN ? AND ?"
+        sql = f"{self._select}{where} ORDER BY {name}"
+        for row in self._connection.execute(sql, rowids if where else ()):
+            yield row[0], row[1:]
+
+    def by_key(self) -> Iterator[KeyedRow]:
+        """All rows of a table WITHOUT ROWID."""
+        yield from self._keyed(self._select, ())
+
+    def of_keys(self, keys: Iterable[Row]) -> Iterator[KeyedRow]:
+        """The rows with these keys, as the collations of their columns compare them; each once."""
+        sql = f"{self._select} WHERE {' AND '.join(f'{name} = ?' for name in self._key)}"
+        seen = set[Row]()
+        for wanted in keys:
+            for key, row in self._keyed(sql, wanted):
+                if (typed := _typed(key)) not in seen:
+                    seen.add(typed)
+                    yield key, row
+
+    def _keyed(self, sql: str, values: Row) -> Iterator[KeyedRow]:
+        width = len(self._key)
+        for row in self._connection.execute(sql, values):
+            yield row[:width], row[width:]
+
+
+def merged(before: Iterator[KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:
+    """Differences of rows with rising keys: both versions are walked side by side, and nothing is kept.
+
+    >>> changes = merged(iter([(1, ("a",)), (2, ("b",))]), iter([(2, ("c",)), (3, ("d",))]))
+    >>> [(change.op, change.key) for change in changes]
+    [('delete', 1), ('update', 2), ('insert', 3)]
+    """
+    old, new = next(before, _END), next(after, _END)
+    while old is not _END or new is not _END:
+        if new is _END or (old is not _END and old[0] < new[0]):
+            yield RowChange(DELETE, old[0], old[1], None)
+            old = next(before, _END)
+        elif old is _END or new[0] < old[0]:
+            yield RowChange(INSERT, new[0], None, new[1])
+            new = next(after, _END)
+        else:
+            if not same_values(old[1], new[1]):
+                yield RowChange(UPDATE, new[0], old[1], new[1])
+            old, new = next(before, _END), next(after, _END)
+
+
+def looked_up(before: dict[Row, KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:
+    """Differences of rows in any order, matched through a dictionary, which is emptied."""
+    for key, row in after:
+        old = before.pop(_typed(key), None)
+        if old is None:
+            yield RowChange(INSERT, key, None, row)
+        elif not same_values(old[1], row):
+            yield RowChange(UPDATE, key, old[1], row)
+    for key, row in before.values():
+        yield RowChange(DELETE, key, row, None)
+
+
+def same_values(one: Row, other: Row) -> bool:
+    """Whether type and value of every column are the same: 1 and 1.0 are not, nor are 0.0 and -0.0."""
+    if one != other:
+        return False
+    return all(type(a) is type(b) and (bool(a) or type(a) is not float or str(a) == str(b)) for a, b in zip(one, other))
+
+
+def _typed(key: Row) -> Row:
+    """A key that tells 1 from 1.0."""
+    return tuple((type(value), value) for value in key)

@@ -1,8 +1,6 @@
-"""A SQLite table as other programs see it: its columns, their Arrow types, and whether its rows have rowids.
+"""A SQLite table as other programs see it: its columns, what they were declared as, and whether its rows have rowids.
 
-- The declared type decides: …INT… is `bigint`; …CHAR…, …CLOB…, …TEXT…, …DATE…, …TIME… and nothing at all are `string`; …BLOB…
-  is `binary`; …REAL…, …FLOA…, …DOUB…, NUMERIC and DECIMAL are `double`; …BOOL… is `boolean`. Anything else is `string`.
-  SQLite takes it as advice, and stores any value in any column.
+- What a declared type says about the values of a column is advice: `column_types.py` looks at values, too.
 - Columns that SQLite computes are columns like any other; hidden ones of virtual tables are not read.
 - Ranges of rowids are cut at the upper pages of the table's own tree (`sqlite/trees.py`), so that gaps and dense stretches of
   rowids do no harm. Views, virtual tables and tables WITHOUT ROWID are read in one piece.
@@ -94,11 +92,11 @@ def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
     )
 
 
-def arrow_type(declared: str) -> pa.DataType:
-    """The Arrow type of a declared SQLite type; `string` for what is unknown.
+def declared_type(declared: str) -> pa.DataType | None:
+    """The Arrow type of a declared SQLite type; `None` for what is unknown.
 
-    >>> [str(arrow_type(name)) for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
-    ['string', 'int64', 'double', 'string', 'bool', 'binary']
+    >>> [str(declared_type(name)) for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
+    ['string', 'int64', 'double', 'None', 'bool', 'binary']
     """
     text = declared.upper()
     if "INT" in text:
@@ -109,7 +107,12 @@ def arrow_type(declared: str) -> pa.DataType:
         return pa.binary()
     if any(word in text for word in ("REAL", "FLOA", "DOUB", "NUMERIC", "DECIMAL")):
         return pa.float64()
-    return pa.bool_() if "BOOL" in text else pa.string()
+    return pa.bool_() if "BOOL" in text else None
+
+
+def arrow_type(declared: str) -> pa.DataType:
+    """The Arrow type of a declared SQLite type; `string` for what is unknown."""
+    return declared_type(declared) or pa.string()
 
 
 def affinity(declared: str) -> str:

@@ -37,7 +37,8 @@ PAGES_MAX = 600
 """How many pages are read to cut a table into ranges."""
 
 INTERIOR_INDEX, INTERIOR_TABLE, LEAF_INDEX, LEAF_TABLE = 2, 5, 10, 13
-_FIRST_HEADER = 100
+FIRST_HEADER = 100
+"""Where the header of the first page begins: behind that of the database."""
 _CELLS = 12
 """Where the array of cells begins in an interior page."""
 
@@ -64,14 +65,14 @@ def by_number(pages: PageArray) -> ReadPage:
 def kind_of(image: bytes, page: int) -> int:
     """What kind of page it says it is."""
     try:
-        return image[_FIRST_HEADER if page == 1 else 0]
+        return image[FIRST_HEADER if page == 1 else 0]
     except IndexError as error:
         raise Unreadable(page) from error
 
 
 def children(image: bytes, page: int, most: int | None = None) -> list[Node]:
     """What an interior page leads to, in order. Without rowids in the tree of an index."""
-    at = _FIRST_HEADER if page == 1 else 0
+    at = FIRST_HEADER if page == 1 else 0
     try:
         kind, _, count = unpack_from(">BHH", image, at)
         if kind not in (INTERIOR_INDEX, INTERIOR_TABLE):

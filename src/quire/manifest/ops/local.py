@@ -38,7 +38,7 @@ class RecordMetric(Op, frozen=True, tag=90):
 
 
 class PutReader(Op, frozen=True, tag=95):
-    """A remote reader opens or renews its lease."""
+    """A remote reader opens or renews its lease; an empty `view` leaves the one that is there."""
 
     logged = False
     db_id: UInt
@@ -46,13 +46,16 @@ class PutReader(Op, frozen=True, tag=95):
     snapshot_lsn: UInt
     expires_at_ms: UInt
     tags: dict[str, str] = {}
+    view: bytes = b""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.database(self.db_id)
         key = t.SNAPSHOT_READERS.key.pack(self.db_id, self.reader_id)
         before = tables.snapshot_readers.get(key)
         opened = before.opened_at_ms if before else at_ms
-        tables.snapshot_readers.put(key, ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags))
+        view = self.view or (before.view if before else b"")
+        record = ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags, view)
+        tables.snapshot_readers.put(key, record)
         raise_watermark(tables, Counter.READER, self.reader_id)
 
 

@@ -134,6 +134,10 @@ class Options:
             raise InvalidInput(f"the option `{name}` is one of {', '.join(choices)}", given=given)
         return given
 
+    def flag(self, name: str) -> bool:
+        """Whether an option is `true`; `false` is the default."""
+        return self.one_of(name, ("false", "true")) == "true"
+
     def refuse(self, names: Iterable[str], use: str, hint: str) -> None:
         """Refuse options that belong to the other way of reading this source."""
         for name in names:
@@ -293,25 +297,18 @@ def next_end(position: int, end: int, limit: ReadLimit, gaps: Gaps = ()) -> int:
     return max(end, position)
 
 
-class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A streaming query: Spark's offsets are positions of a cursor or consumer, its commits are acknowledgements (K4).
-
-    A restart asks for no initial offset, so the first range is checked instead: one that begins below what is acknowledged
-    belongs to an older checkpoint, and reading on would give rows twice.
-    """
+class HeldQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A streaming query whose offsets are positions that somebody holds at the owner."""
 
     HOLDER: ClassVar[str]
     """The option that names who holds the position; also what errors call it."""
     POSITION: ClassVar[str]
     """The position's name in an offset."""
 
-    def __init__(self, options: Options, schema: StructType, rows_max: int) -> None:
+    def __init__(self, options: Options, schema: StructType) -> None:
         self.access = options.access()
         self.schema = schema
         self.holder = options.need(self.HOLDER)
-        self._rows_max = rows_max
-        self._target: int | None = None
-        """Where a query of what is there now ends."""
         self._connection: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -325,18 +322,6 @@ class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What an offset belongs to: a checkpoint of another store or stream is refused."""
-
-    @abstractmethod
-    def end(self) -> int:
-        """How far there is something to read now."""
-
-    @abstractmethod
-    def end_beyond(self, position: int) -> int:
-        """The same, after waiting a little if there is nothing beyond `position`."""
-
-    @abstractmethod
-    def gaps(self) -> Gaps:
-        """Positions that takeovers have left out: no batch is made of them."""
 
     @abstractmethod
     def batches(self, part: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -368,6 +353,38 @@ class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 ours=ours,
             )
         return int(offset[self.POSITION])
+
+    def stop(self) -> None:
+        """The query has ended."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class QueryReader(HeldQueryReader):
+    """A streaming query: Spark's offsets are positions of a cursor or consumer, its commits are acknowledgements (K4).
+
+    A restart asks for no initial offset, so the first range is checked instead: one that begins below what is acknowledged
+    belongs to an older checkpoint, and reading on would give rows twice.
+    """
+
+    def __init__(self, options: Options, schema: StructType, rows_max: int) -> None:
+        super().__init__(options, schema)
+        self._rows_max = rows_max
+        self._target: int | None = None
+        """Where a query of what is there now ends."""
+
+    @abstractmethod
+    def end(self) -> int:
+        """How far there is something to read now."""
+
+    @abstractmethod
+    def end_beyond(self, position: int) -> int:
+        """The same, after waiting a little if there is nothing beyond `position`."""
+
+    @abstractmethod
+    def gaps(self) -> Gaps:
+        """Positions that takeovers have left out: no batch is made of them."""
 
     @contextmanager
     def holder_required(self) -> Iterator[None]:
@@ -404,9 +421,3 @@ class QueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """What comes from here on is not this query's."""
         self._target = self.end()
-
-    def stop(self) -> None:
-        """The query has ended."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None

@@ -8,6 +8,7 @@ from quire.spark.sources.diff import DiffSource
 from quire.spark.sources.kv import KvSource
 from quire.spark.sources.manifest_log import ManifestLogSource
 from quire.spark.sources.pages import PagesSource
+from quire.spark.sources.rows import RowsSource
 from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.stream import StreamSource
 from quire.spark.sources.table import TableSource
@@ -18,6 +19,7 @@ SOURCES: tuple[type[QuireSource], ...] = (
     PagesSource,
     SqliteSource,
     DiffSource,
+    RowsSource,
     StreamSource,
     ManifestLogSource,
     KvSource,

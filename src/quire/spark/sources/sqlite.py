@@ -7,7 +7,7 @@
 Reading: executors read chunks with SQLite's own code over a read-only file system (`quire.sqlite.files`); the owner is
 asked when the query is planned, and not again.
 
-- A large table is cut into ranges of rowids (`sqlite/trees.py`); a database below `PIECE_BYTES` is one piece.
+- A large table is cut into ranges of rowids (`sqlite_tables.py`); a database below `PIECE_BYTES` is one piece.
 - With `databases` rows begin with `_database`, the name of theirs.
 - `where` is a condition for SQLite, checked when the query is planned and again in each database (`sqlite/where_clause.py`).
   Filters of Spark's stay Spark's: a reader that takes them answers later queries with them
@@ -15,16 +15,18 @@ asked when the query is planned, and not again.
 
 Writing: `sqlite_write.py`.
 
-Options of reading: `table`, `columns`, `where`, `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases without
-the table), and those of `views.py`.
+Options of reading: `table`, `columns`, `types` and `merge_schema` (`sqlite_tables.py`: the columns of all databases instead of
+the first one's; NULL where one has them not), `where`, `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases
+without the table or the snapshot), and those of `views.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
@@ -34,10 +36,19 @@ from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import SINK_OPTIONS, Options, QuireSource
 from quire.spark.sources.parts import PartWriter, SinkWriter
-from quire.spark.sources.sqlite_tables import table_schema
+from quire.spark.sources.sqlite_tables import DATABASE_FIELD, parsed_types, table_schema
 from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
-from quire.spark.sources.views import DatabaseVersion, PiecesReader, VersionRequest, ViewPiece, dealt, opened
+from quire.spark.sources.views import (
+    CALLS_AT_ONCE,
+    DatabaseVersion,
+    PiecesReader,
+    VersionRequest,
+    ViewPiece,
+    dealt,
+    opened,
+)
 from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
+from quire.sqlite.column_types import SampledColumn, sampled, united
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.tables import SqliteTable, connected, find_table
 from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
@@ -47,6 +58,9 @@ if TYPE_CHECKING:
     from quire.service.client import Client
     from quire.spark.access import OwnerAddress
     from quire.sqlite.connect import Connection
+
+SHAPING = ("table", "columns", "types", "merge_schema", "misfits")
+"""Options that say which columns there are, and of what types."""
 
 PIECE_BYTES = 16 * MIB
 """Of a database that is not cut."""
@@ -60,6 +74,8 @@ class TableQuery:
     where: str
     null_misfits: bool
     skip_absent: bool
+    null_missing: bool
+    """Whether a column that a database does not have is NULL there."""
 
 
 class SqliteReader(PiecesReader):
@@ -72,6 +88,7 @@ class SqliteReader(PiecesReader):
             options.text("where"),
             options.one_of("misfits", ("error", "null")) == "null",
             options.one_of("absent", ("error", "skip")) == "skip",
+            options.flag("merge_schema"),
         )
 
     def plan(self) -> list[list[ViewPiece[Rowids]]]:
@@ -126,55 +143,65 @@ class SqliteReader(PiecesReader):
         """Read a piece: whole numbers and texts as columns put together by SQLite, the rest row by row."""
         if self.query.where:  # databases of one pattern may have different columns
             check_condition(connection, table.name, self.query.where, database=piece.version.database)
-        query = ColumnQuery(table, wanted, piece.version.database if self.request.is_many else "")
+        query = ColumnQuery(
+            table, wanted, piece.version.database if self.request.is_many else "", self.query.null_missing
+        )
         where = bracketed(self.query.where) if self.query.where else ""
         return table_batches(connection, query, piece.part, where=where, null_misfits=self.query.null_misfits)
 
 
-def _described(client: Client, request: VersionRequest, options: Options) -> SqliteTable:
-    """The table whose columns the query has: of the first database, or of the first one that has it."""
-    skip, (first, *others) = options.text("absent") == "skip", request.names(client)
-    name, where = options.need("table"), options.text("where")
-    try:
-        return find_in(client, request, first, name, where)
-    except NotFound as error:
-        if not skip or type(error) is not NotFound or not others:  # an unknown snapshot is something else
-            raise
-    for database in others[:-1]:
-        with suppress(NotFound):
-            return find_in(client, request, database, name, where)
-    return find_in(client, request, others[-1], name, where)
+def described(client: Client, request: VersionRequest, options: Options) -> StructType:
+    """The columns of a table in the databases that are asked for: as the first one that has it says, or of all of them."""
+    name, where, merge = options.need("table"), options.text("where"), options.flag("merge_schema")
+    missing: list[NotFound] = []
+
+    def columns_in(database: str) -> list[SampledColumn] | None:
+        try:
+            return _columns(client, request, database, name, where)
+        except NotFound as error:
+            if request.absent == "error":
+                raise
+            missing.append(error)
+            return None
+
+    with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-columns") as pool:
+        every = (pool.map if merge else map)(columns_in, request.names(client))
+        tables = list(islice((columns for columns in every if columns is not None), None if merge else 1))
+    if not tables:
+        raise missing[-1]
+    return table_schema(united(tables), options.names("columns"), parsed_types(options.text("types")))
 
 
-def find_in(client: Client, request: VersionRequest, database: str, name: str, where: str = "") -> SqliteTable:
-    """A table of a database, at the version that is asked for or as it is now; then nothing is lent for it."""
+def _columns(client: Client, request: VersionRequest, database: str, name: str, where: str) -> list[SampledColumn]:
+    """The columns of a table, at the version that is asked for or as it is now; then nothing is lent for it."""
 
-    def described(connection: Connection) -> SqliteTable:
-        table = find_table(connection, name, database)
-        if where:
-            check_condition(connection, table.name, where, database=database)
-        return table
+    def read(pages: Any) -> list[SampledColumn]:
+        with connected(pages) as connection:
+            table = find_table(connection, name, database)
+            if where:
+                check_condition(connection, table.name, where, database=database)
+            return sampled(connection, table, pages)
 
     if request.snapshot:
-        with opened(request.version(client, database)) as source, connected(source) as connection:
-            return described(connection)
-    with client.reader(database) as lease, connected(lease) as connection:
-        return described(connection)
+        with opened(request.version(client, database)) as source:
+            return read(source)
+    with client.reader(database) as lease:
+        return read(lease)
 
 
 class SqliteSource(QuireSource):
     """See above."""
 
     NAME = "quire.sqlite"
-    KNOWN = (*views.OPTIONS, "table", "columns", "where", "misfits", "absent")
+    KNOWN = (*views.OPTIONS, *SHAPING, "where")
     READER = SqliteReader
 
     def schema(self) -> StructType:
         options = self.parse(self.options)
         request = VersionRequest(options)
         with options.access().connect() as client:
-            table = _described(client, request, options)
-        return table_schema(table, options.names("columns"), with_database=request.is_many)
+            schema = described(client, request, options)
+        return StructType([DATABASE_FIELD, *schema.fields]) if request.is_many else schema
 
     def writer(self, schema: StructType, overwrite: bool) -> PartWriter:
         return PartWriter(*self._target(schema, overwrite))

@@ -1,24 +1,37 @@
-"""A SQLite table as Spark sees it: the schema of its columns, whose types are those of `sqlite/tables.py`.
+"""A SQLite table as Spark sees it: the schema of its columns, whose types are those of `sqlite/column_types.py`.
 
-Importable on executors. Raises `InvalidInput` for a column that the table does not have.
+The option `types` goes before them, and a schema that the user gives before everything.
+
+Importable on executors. Raises `InvalidInput` for a column or a type.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 
 import pyarrow as pa
 from pyspark.sql.types import (
     BinaryType,
     BooleanType,
     DataType,
+    DateType,
+    DecimalType,
     DoubleType,
+    FloatType,
+    IntegerType,
     LongType,
     StringType,
     StructField,
     StructType,
+    TimestampType,
 )
 
 from quire.core.errors import InvalidInput
-from quire.sqlite.tables import DATABASE, SqliteTable, arrow_type
+from quire.sqlite.column_types import SampledColumn
+from quire.sqlite.tables import DATABASE
+
+DATABASE_FIELD = StructField(DATABASE, StringType(), nullable=False)
 
 SPARK_TYPES: dict[pa.DataType, DataType] = {
     pa.int64(): LongType(),
@@ -28,22 +41,49 @@ SPARK_TYPES: dict[pa.DataType, DataType] = {
     pa.bool_(): BooleanType(),
 }
 
+_NAMED: dict[str, DataType] = {
+    "bigint": LongType(),
+    "long": LongType(),
+    "int": IntegerType(),
+    "integer": IntegerType(),
+    "double": DoubleType(),
+    "float": FloatType(),
+    "string": StringType(),
+    "binary": BinaryType(),
+    "boolean": BooleanType(),
+    "date": DateType(),
+    "timestamp": TimestampType(),
+}
+_TYPES = re.compile(r"\s*(?:`([^`]+)`|([^\s,]+))\s+(\w+)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*\))?\s*(?:,|$)")
 
-def spark_type(declared: str) -> DataType:
-    """Spark's type of a declared SQLite type; `string` for what is unknown.
 
-    >>> [spark_type(name).simpleString() for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
-    ['string', 'bigint', 'double', 'string', 'boolean', 'binary']
+def table_schema(columns: list[SampledColumn], chosen: list[str], types: Mapping[str, DataType]) -> StructType:
+    """The schema of the chosen columns, or of all; `types` go before what was declared and seen."""
+    known = {column.name.lower(): column for column in columns}
+    if unknown := [name for name in (*chosen, *types) if name.lower() not in known and name != DATABASE]:
+        hint = f"columns: {', '.join(column.name for column in columns)}"
+        raise InvalidInput("the table has no such column", hint=hint, columns=unknown[:5])
+    given = {name.lower(): kind for name, kind in types.items()}
+    names = [name.lower() for name in chosen if name != DATABASE] or list(known)
+    return StructType(
+        [StructField(known[name].name, given.get(name) or SPARK_TYPES[known[name].type]) for name in names]
+    )
+
+
+def parsed_types(text: str) -> dict[str, DataType]:
+    """The option `types`: names and types, with commas.
+
+    >>> parsed_types("price decimal(10,2), `odd name` bigint")
+    {'price': DecimalType(10,2), 'odd name': LongType()}
     """
-    return SPARK_TYPES[arrow_type(declared)]
-
-
-def table_schema(table: SqliteTable, columns: list[str], *, with_database: bool) -> StructType:
-    """The schema of these columns, or of all."""
-    unknown = [name for name in columns if table.column(name) is None and name != DATABASE]
-    if unknown:
-        hint = f"columns: {', '.join(column.name for column in table.columns)}"
-        raise InvalidInput("the table has no such column", hint=hint, table=table.name, columns=unknown[:5])
-    chosen = [column for name in columns if (column := table.column(name))] if columns else list(table.columns)
-    fields = [StructField(column.name, spark_type(column.declared)) for column in chosen]
-    return StructType([StructField(DATABASE, StringType()), *fields] if with_database else fields)
+    types: dict[str, DataType] = {}
+    at = 0
+    while text[at:].strip():
+        match = _TYPES.match(text, at)
+        kind = match and (DecimalType(int(match[4]), int(match[5])) if match[4] else _NAMED.get(match[3].lower()))
+        if not match or kind is None or (match[4] and match[3].lower() != "decimal"):
+            hint = f"like `price double, day date`; types: {', '.join(_NAMED)}, decimal(p,s)"
+            raise InvalidInput("the option `types` names columns and their types", hint=hint, given=text[at : at + 40])
+        types[match[1] or match[2]] = kind
+        at = match.end()
+    return types

@@ -7,8 +7,10 @@ lends that version until `keep_seconds` after the last read.
 Where objects are remote, WAL segments that a view needs are uploaded first and executors read objects alone (`upload` says
 otherwise); else they read the files of the store's directory, which they share under the same path.
 
-Options: `database`, or `databases` (names and patterns with commas); `snapshot` (a name or an id), `keep_seconds`, `upload`,
-`partitions` at most: pieces of many databases are dealt to them, so that a thousand small databases are no thousand tasks.
+Options: `database`, or `databases` (names and patterns with commas) and `tags` (`name` or `name=value`, with commas: databases
+that have all of them); `snapshot` (a name or an id, of each database its own), `absent` (`error` or `skip`: databases without
+it), `keep_seconds`, `upload`, `partitions` at most: pieces of many databases are dealt to them, so that a thousand small
+databases are no thousand tasks.
 
 Importable on executors. Raises `UnknownDatabase`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`.
 """
@@ -21,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot
 from quire.core.limits import MIB
@@ -40,8 +42,11 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from quire.service.client import Client
+    from quire.service.values import DatabaseInfo
 
-OPTIONS = ("database", "databases", "snapshot", "keep_seconds", "upload", "partitions")
+OPTIONS = ("database", "databases", "tags", "snapshot", "absent", "keep_seconds", "upload", "partitions")
+COMPARING = (*(name for name in OPTIONS if name != "snapshot"), "from", "to")
+"""Of sources that compare two versions."""
 
 LENT_AT_ONCE = 64
 """Databases of one call: each must be opened and sealed, and all their views are one answer."""
@@ -52,6 +57,7 @@ CACHE_BYTES = 32 * MIB
 CALLS_AT_ONCE = 8
 
 P = TypeVar("P")
+S = TypeVar("S", bound="Piece")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +88,26 @@ class ViewPiece(Generic[P]):
     size_bytes: int
 
 
-class VersionRequest:
-    """What the options say about databases and versions."""
+@dataclass(frozen=True, slots=True)
+class VersionPair:
+    """Two versions of a database; `None` for an earlier one that has nothing in it."""
 
-    def __init__(self, options: Options, *, snapshot: str = "") -> None:
+    before: DatabaseVersion | None
+    after: DatabaseVersion
+    is_dropped: bool = False
+    """Whether nothing comes after the later version: the database is gone."""
+
+
+class DatabaseRequest:
+    """What the options say about databases of one kind."""
+
+    def __init__(self, options: Options, kind: str = "PAGES", what: str = "page database") -> None:
         self.one = options.text("database")
-        self.patterns = options.names("databases")
+        self.tags = dict(_tag(text) for text in options.names("tags"))
+        self.patterns = options.names("databases") or (["*"] if self.tags and not self.one else [])
         if bool(self.one) == bool(self.patterns):
-            raise InvalidInput("which database?", hint="either the option `database` or `databases`")
-        self.snapshot = snapshot or options.text("snapshot")
-        self.keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
-        self._upload = options.one_of("upload", ("auto", "true", "false"))
+            raise InvalidInput("which database?", hint="either the option `database`, or `databases` and `tags`")
+        self._kind, self._what = kind, what
 
     @property
     def is_many(self) -> bool:
@@ -103,31 +118,83 @@ class VersionRequest:
         """The databases that are asked for."""
         if self.one:
             return [client.database(self.one).name]
-        known = [database.name for database in client.databases() if database.kind.name == "PAGES"]
-        names = matching(self.patterns, known, "page database")
+        names = [database.name for database in self.matching(client, strict=True)]
         if not names:
-            raise UnknownDatabase("no page database matches", hint="`quire ls` lists them", patterns=self.patterns)
+            hint = "`quire ls` lists them"
+            raise UnknownDatabase(f"no {self._what} matches", hint=hint, patterns=self.patterns, tags=self.tags)
         return names
+
+    def matching(self, client: Client, *, strict: bool = False) -> list[DatabaseInfo]:
+        """The databases that are asked for; none is no error, nor, unless `strict`, one that is named and does not exist."""
+        known = {database.name: database for database in client.databases() if database.kind.name == self._kind}
+        chosen = matching([self.one] if self.one else self.patterns, list(known), self._what if strict else "")
+        return [known[name] for name in chosen if self._has_tags(known[name])]
+
+    def _has_tags(self, database: DatabaseInfo) -> bool:
+        return all(name in database.tags and value in (None, database.tags[name]) for name, value in self.tags.items())
+
+
+class VersionRequest(DatabaseRequest):
+    """What the options say about page databases and their versions."""
+
+    def __init__(self, options: Options, *, snapshot: str = "") -> None:
+        super().__init__(options)
+        self.snapshot = snapshot or options.text("snapshot")
+        self.absent = options.one_of("absent", ("error", "skip", "empty"))
+        self.keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
+        self._upload = options.one_of("upload", ("auto", "true", "false"))
 
     def versions(self, client: Client, names: list[str]) -> list[DatabaseVersion]:
         """The versions of several databases: those that are asked for, or the newest, of one lease."""
         if not self.snapshot:
             return self._newest(client, names)
-        with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-views") as pool:
-            return list(pool.map(lambda name: self.version(client, name), names))
+        return [version for version in self.of_snapshot(client, names, self.snapshot) if version is not None]
 
-    def _newest(self, client: Client, names: list[str]) -> list[DatabaseVersion]:
-        upload, root = self._reading(client)
+    def pairs(self, client: Client, names: list[str], earlier: str) -> list[VersionPair]:
+        """Two versions of several databases: the one that is asked for, and an earlier snapshot; nothing, if none is named."""
+        later = {version.database: version for version in self.versions(client, names)}
+        if not earlier:
+            return [VersionPair(None, version) for version in later.values()]
+        before = self.of_snapshot(client, list(later), earlier)
+        pairs = [VersionPair(old, new) for old, new in zip(before, later.values(), strict=True)]
+        return [pair for pair in pairs if pair.before is not None or self.absent == "empty"]
+
+    def of_snapshot(self, client: Client, names: list[str], snapshot: str) -> list[DatabaseVersion | None]:
+        """The versions of databases at a snapshot that each of them has by itself; `None` for one that has none, if that is
+        no error."""
+
+        def found(name: str) -> DatabaseVersion | None:
+            try:
+                return self.version(client, name, snapshot)
+            except UnknownSnapshot:
+                if self.absent == "error":
+                    raise
+                return None
+
+        with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-views") as pool:
+            return list(pool.map(found, names))
+
+    def _newest(self, client: Client, names: list[str], holder: str = "") -> list[DatabaseVersion]:
+        upload, _ = self._reading(client)
         lease_id, views = 0, dict[str, SnapshotView]()
         for start in range(0, len(names), LENT_AT_ONCE):
             some = names[start : start + LENT_AT_ONCE]
-            lent = client.lend(some, self.keep_seconds, lease_id=lease_id)
+            lent = client.lend(some, self.keep_seconds, lease_id=lease_id, holder=holder)
             lease_id = lent.lease_id
             views.update(zip(some, lent.views, strict=True))
             # To upload needs more than to read, so it is asked for only if there is something.
             if upload and (bare := [name for name in some if without_object(views[name])]):
-                lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True)
+                lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True, holder=holder)
                 views.update(zip(bare, lent.views, strict=True))
+        return self.of_views(client, views, lease_id)
+
+    def lend_to(self, client: Client, holder: str, names: list[str]) -> int:
+        """Have the newest versions of databases kept for a holder that comes back for them; the id of the lease."""
+        return self._newest(client, names, holder)[0].lease_id
+
+    def of_views(self, client: Client, views: Mapping[str, SnapshotView], lease_id: int) -> list[DatabaseVersion]:
+        """Versions, given by the names of their databases, as executors open them."""
+        _, root = self._reading(client)
         options = object_options(client.server)
         return [DatabaseVersion(name, view, root, lease_id, options) for name, view in views.items()]
 
@@ -152,9 +219,15 @@ class VersionRequest:
         return DatabaseVersion(name, view, root, options=object_options(client.server))
 
 
+def _tag(text: str) -> tuple[str, str | None]:
+    """(name, value); `None` for any value."""
+    name, equals, value = text.partition("=")
+    return name.strip(), value.strip() if equals else None
+
+
 def matching(patterns: Sequence[str], known: Sequence[str], what: str) -> list[str]:
-    """The known names that match; a pattern without a wildcard must be one of them."""
-    literal = [pattern for pattern in patterns if not any(sign in pattern for sign in "*?[")]
+    """The known names that match; a pattern without a wildcard must be one of them, unless `what` is empty."""
+    literal = [pattern for pattern in patterns if not any(sign in pattern for sign in "*?[")] if what else []
     if missing := [name for name in literal if name not in known]:
         raise UnknownDatabase(f"no {what} has this name", hint="`quire ls` lists them", names=missing[:5])
     return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -178,10 +251,17 @@ def opened(version: DatabaseVersion) -> Iterator[ViewReader]:
             yield version.view.open(sources)
 
 
-def dealt(pieces: Iterable[ViewPiece[P]], partitions: int) -> list[list[ViewPiece[P]]]:
+class Piece(Protocol):
+    """A part of a task."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+def dealt(pieces: Iterable[S], partitions: int) -> list[list[S]]:
     """Pieces in at most so many heaps of about the same size."""
     queue = list(pieces)
-    heaps: list[list[ViewPiece[P]]] = [[] for _ in range(min(partitions, len(queue)))]
+    heaps: list[list[S]] = [[] for _ in range(min(partitions, len(queue)))]
     for piece, heap in zip(queue, balanced([piece.size_bytes + 1 for piece in queue], len(heaps)), strict=True):
         heaps[heap].append(piece)
     return heaps

@@ -1,0 +1,85 @@
+"""Versions for a holder that comes back for them: a consumer of row changes keeps the last one it has read of each database.
+
+A holder's lease (`manifest/leases.py`) keeps what a version needs, and the version as a value: after a restart of the consumer,
+or of the owner, the same pages are read. Its holder is done with a version when it has a newer one of the same label, and lets
+it go; a holder that is not heard of for the length of its leases loses all of them together.
+
+A database that was dropped is kept as a mark without a version, so that its holder hears of it once, whatever is restarted in
+between.
+
+Threads: any. Raises what opening raises, `LeaseExpired`, `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.manifest import tables as t
+from quire.manifest.leases import HOLDER_TAG, LentVersion
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import WalState
+from quire.pages.anchors import lend
+from quire.pages.catalog import find_database, segment_place
+from quire.pages.view import SnapshotView
+
+if TYPE_CHECKING:
+    from quire.pages.engine import PageEngine
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(SnapshotView).decode
+
+
+def lend_to(
+    engine: PageEngine, holder: str, names: Sequence[str], seconds: float, *, lease_id: int = 0, upload: bool = False
+) -> tuple[int, list[SnapshotView]]:
+    """(id of the lease, a view of each database as it is now); the views are kept, by the names of the databases."""
+    lease_id, views = lend(
+        engine, names, seconds, lease_id=lease_id, upload=upload, tags={HOLDER_TAG: holder}, labels=names
+    )
+    engine._manifest.leases.keep_views(lease_id, {view.db_id: _encode(view) for view in views})
+    return lease_id, views
+
+
+def mark_dropped(engine: PageEngine, holder: str, dropped: Sequence[tuple[int, str]], seconds: float) -> int:
+    """Keep for a holder that databases, (id, name), are not there any more; the id of the lease."""
+    parts = [LentVersion(db_id, 0, label=name) for db_id, name in dropped]
+    return engine._manifest.leases.hold(parts, seconds, tags={HOLDER_TAG: holder})
+
+
+def held_view(engine: PageEngine, lease_id: int, db_id: int) -> SnapshotView:
+    """A version that was kept. Segments may have been uploaded since, and their files removed: they are looked up again."""
+    view = _decode(engine._manifest.leases.view(lease_id, db_id))
+    with engine._manifest.read() as txn:
+        pins = tuple(
+            pin._replace(place=segment_place(txn, pin.origin_db_id, pin.segment_id, engine._objects_url) or pin.place)
+            for pin in view.pins
+        )
+    return replace(view, pins=pins)
+
+
+def newest_lsns(engine: PageEngine, names: Sequence[str]) -> list[int]:
+    """How far databases have been written. One that a crash has left with an open log is opened, others are not."""
+    opened = {store.db_id: store for store in engine.stores()}
+    lsns, unsure = list[int](), list[int]()
+    with engine._manifest.read() as txn:
+        for place, name in enumerate(names):
+            db_id, _ = find_database(txn, name)
+            store = opened.get(db_id)
+            if store is not None:
+                lsns.append(store.durable_version()[0])
+                continue
+            wal = txn.wal_state(db_id)
+            lsns.append(wal.indexed_upto_lsn if wal is not None else 0)
+            if _has_open_log(txn, db_id):
+                unsure.append(place)
+    for place in unsure:
+        lsns[place] = engine.open(names[place]).durable_version()[0]
+    return lsns
+
+
+def _has_open_log(txn: ReadTxn, db_id: int) -> bool:
+    return any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, db_id))

@@ -1,0 +1,557 @@
+"""`quire.rows`: the rows of a table that differ between two versions of a database, or of many (L1).
+
+    options = {"store": path, "databases": "tenant-*", "table": "orders", "from": "monday", "to": "tuesday"}
+    spark.read.format("quire.rows").options(**options).load()
+    spark.readStream.format("quire.rows").options(…, databases="tenant-*", table="orders", consumer="warehouse").load()
+
+A row begins with `_database`, `_table`, `_op` (`insert`, `update`, `delete`), `_key` (the rowid, as text; of tables WITHOUT
+ROWID the primary key, as a JSON array), `_epoch` and `_committed_at` (number and time of the later version). Then the table's
+columns: the row after the change, of a delete the row that was. With `before` = `true` a struct `_before` follows: the row
+before the change, NULL of an insert.
+
+- Rows are looked for where pages of the table differ, and compared as SQLite stores them (`sqlite/row_changes.py`). Executors
+  do it: small databases share tasks, a large one is planned here and cut into ranges of rowids.
+- Without `from` all rows of the later version are inserts. A table that one version does not have is empty there.
+- A column that a version does not have counts as NULL. The columns are those of the later version; if `columns` names some,
+  only these are compared.
+- With `notices` = `true` there are rows that are no changes: `_op` is `compared`, and `_key` says why everything was compared
+  (`altered`, `rewritten`: more than half of its pages differ, as after VACUUM, and others); `replaced`, if another database has
+  the name now, as after a rewind; `dropped`.
+- A streaming query gives all rows first, then what changed. Its consumer holds the versions that it has read up to
+  (`pages/held_versions.py`): a position is the id of a lease, and the version of a database at a position is the newest one in
+  a lease at or below it. A batch is the databases that have a version above its start; it is the same whenever it is planned.
+  A version is let go when the batch that replaces it is committed. A database that is dropped is all deletes; one that another
+  has replaced under its name is compared with it.
+
+Options: `table`, `columns`, `types`, `merge_schema` and `misfits` as of `quire.sqlite`; `before`, `notices`; `from`, `to` (the
+newest version without it), `absent` (`error`, `skip`, or `empty`: a database without the snapshot `from` had no rows then), and
+those of `views.py` but `snapshot`. Of streams: `consumer`; `start` (`all`, or `latest`: only what changes from now on) or
+`from` (what has changed since a snapshot), `max_databases` in a batch, `keep_seconds` (a day: for how long versions are kept
+when the query does not run); databases without the table are skipped unless `absent` is `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from quire.core.errors import CursorLost, InvalidInput, NotFound, UnknownDatabase
+from quire.manifest.leases import HeldVersion
+from quire.pages.view_changes import changed_pages
+from quire.spark.sources.base import (
+    HeldQueryReader,
+    Offset,
+    Options,
+    QuireSource,
+    SourceReader,
+    default_partitions,
+    kept,
+)
+from quire.spark.sources.sqlite import PIECE_BYTES, SHAPING, described
+from quire.spark.sources.sqlite_tables import DATABASE_FIELD
+from quire.spark.sources.views import (
+    COMPARING,
+    LENT_AT_ONCE,
+    DatabaseVersion,
+    VersionPair,
+    VersionRequest,
+    dealt,
+    opened,
+)
+from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered
+from quire.sqlite.read_ahead import ReadAhead
+from quire.sqlite.row_changes import Candidates, RowChange, Version, changed_rows, find_candidates
+from quire.sqlite.tables import SqliteTable, connected
+from quire.sqlite.trees import EVERYTHING, by_number, rowid_ranges
+
+if TYPE_CHECKING:
+    from quire.pages.view import ViewReader
+    from quire.service.client import Client
+
+FIELDS = [
+    DATABASE_FIELD,
+    StructField("_table", StringType(), nullable=False),
+    StructField("_op", StringType(), nullable=False),
+    StructField("_key", StringType()),
+    StructField("_epoch", LongType(), nullable=False),
+    StructField("_committed_at", TimestampType(), nullable=False),
+]
+"""What every row begins with."""
+BEFORE = "_before"
+
+COMPARED, REPLACED, DROPPED = "compared", "replaced", "dropped"
+"""Notices: the whole table was compared; another database has the name now; the database is gone."""
+
+OPTIONS = (*COMPARING, *SHAPING, "before", "notices")
+STREAMING = ("consumer", "start", "max_databases")
+
+STREAM_KEEP_SECONDS = 24 * 3_600
+"""How long the versions of a streaming query are kept after it was last heard of."""
+
+POLL_SECONDS = 1.0
+"""How long a query without new rows waits before it looks again."""
+
+_NAMES = [field.name for field in FIELDS]
+_MEANT = {*_NAMES, BEFORE}
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPiece:
+    """What a task compares of a database."""
+
+    pair: VersionPair
+    candidates: Candidates | None
+    """Where to look, if that is known."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsQuery:
+    """What executors need to know beside their pieces."""
+
+    table: str
+    columns: tuple[str, ...]
+    """Those of the table that are compared."""
+    notices: bool
+    null_misfits: bool
+    skip_absent: bool
+
+    @classmethod
+    def of(cls, options: Options, schema: StructType) -> RowsQuery:
+        """What the options say; the schema may be the user's."""
+        nested = schema[BEFORE].dataType if BEFORE in schema.names else StructType([])
+        if not isinstance(nested, StructType):
+            raise InvalidInput(f"`{BEFORE}` is a struct of the table's columns", given=nested.simpleString())
+        columns = [name for name in schema.names if name not in _MEANT]
+        return cls(
+            options.need("table"),
+            tuple(dict.fromkeys([*columns, *nested.names])),
+            options.flag("notices"),
+            options.one_of("misfits", ("error", "null")) == "null",
+            options.text("absent", "error").lower() != "error",
+        )
+
+    def compare(self, piece: RowsPiece, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """The rows of a piece."""
+        with ExitStack() as stack:
+            sides = _Sides(stack, piece.pair)
+            if piece.candidates is not None:
+                tables, candidates = sides.tables(self.table), piece.candidates
+            else:
+                tables, candidates = sides.candidates(self.table)
+            if tables == (None, None) and not self.skip_absent:
+                raise NotFound("the database has no such table", table=self.table, database=sides.after.database)
+            form = RowForm(self, piece.pair.after, schema)
+            if self.notices and _is_first(candidates):
+                yield from (form.notice(*notice) for notice in _notices(piece.pair, candidates))
+            if candidates.is_empty:
+                return
+            if candidates.whole:
+                sides.read_ahead(stack)
+            versions: tuple[Version | None, Version | None] = sides.before, sides.after
+            if piece.pair.is_dropped:
+                versions, tables = (sides.after, None), (tables[1], None)
+            yield from form.batches(changed_rows(*versions, tables, self.columns, candidates))
+
+
+class _Sides:
+    """Both versions of a piece, open."""
+
+    def __init__(self, stack: ExitStack, pair: VersionPair) -> None:
+        self.readers: list[ViewReader | None] = [
+            stack.enter_context(opened(version)) if version is not None else None
+            for version in (pair.before, pair.after)
+        ]
+        self._name = pair.after.database
+        self.before, self.after = self._versions(stack, self.readers)
+
+    def _versions(self, stack: ExitStack, pages: Sequence[Any]) -> tuple[Version | None, Version]:
+        before, after = (
+            Version(reader, stack.enter_context(connected(reader)), self._name) if reader is not None else None
+            for reader in pages
+        )
+        assert after is not None, "a pair has a later version"
+        return before, after
+
+    def read_ahead(self, stack: ExitStack) -> None:
+        """Read on in long runs: much is read in order."""
+        ahead = [ReadAhead(reader) if reader is not None else None for reader in self.readers]
+        self.before, self.after = self._versions(stack, ahead)
+
+    def tables(self, name: str) -> tuple[SqliteTable | None, SqliteTable | None]:
+        """The table in each version."""
+        return self.before.table(name) if self.before is not None else None, self.after.table(name)
+
+    def candidates(self, name: str) -> tuple[tuple[SqliteTable | None, SqliteTable | None], Candidates]:
+        """The table in each version, and where its rows may differ."""
+        if self.before is None:
+            table = self.after.table(name)
+            whole = "created" if table is not None else ""
+            return (None, table), Candidates((EVERYTHING,) if table is not None and table.rowid else (), whole=whole)
+        old, new, candidates = find_candidates(self.before, self.after, name, self._changed)
+        return (old, new), candidates
+
+    def _changed(self) -> set[int]:
+        """The pages that differ, by SQLite's numbers."""
+        before, after = self.readers
+        assert before is not None, "there is an earlier version"
+        assert after is not None, "there is a later version"
+        size = max(before.size_pages, after.size_pages)
+        return {page + 1 for page, _, _ in changed_pages(before, after, 0, size)}
+
+
+class RowForm:
+    """Changed rows as Arrow batches."""
+
+    def __init__(self, query: RowsQuery, version: DatabaseVersion, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._null_misfits = query.null_misfits
+        self._places = {name: place for place, name in enumerate(query.columns)}
+        self._constant = {
+            "_database": version.database,
+            "_table": query.table,
+            "_epoch": version.view.lsn,
+            "_committed_at": version.view.time_ms * 1_000,
+        }
+
+    def batches(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
+        """The rows, in batches of some size."""
+        return gathered(self._small(changes))
+
+    def notice(self, op: str, text: str) -> pa.RecordBatch:
+        """A row that is no change."""
+        return self._batch([RowChange(op, text, None, None)])
+
+    def _small(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
+        while taken := list(islice(changes, STEP_ROWS)):
+            yield self._batch(taken)
+
+    def _batch(self, taken: list[RowChange]) -> pa.RecordBatch:
+        nothing = (None,) * len(self._places)
+        ops, keys, old, new = zip(*taken)
+        after = list(zip(*((new_row or old_row or nothing) for old_row, new_row in zip(old, new))))
+        columns = []
+        for field in self._schema:
+            if field.name in self._constant:
+                values = pa.scalar(
+                    self._constant[field.name], pa.int64() if pa.types.is_timestamp(field.type) else None
+                )
+                columns.append(pa.repeat(values, len(taken)).cast(field.type))
+            elif field.name == "_op":
+                columns.append(pa.array(ops, field.type))
+            elif field.name == "_key":
+                columns.append(pa.array(map(key_text, keys), field.type))
+            elif field.name == BEFORE:
+                columns.append(self._before(old, field.type))
+            else:
+                columns.append(self._column(after, field))
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _column(self, values: list[tuple[Any, ...]], field: pa.Field) -> pa.Array:
+        chosen = values[self._places[field.name]]
+        return column(chosen, field.type, field.name, null_misfits=self._null_misfits)
+
+    def _before(self, rows: Sequence[tuple[Any, ...] | None], kind: pa.StructType) -> pa.Array:
+        nothing = (None,) * len(self._places)
+        values = list(zip(*(row or nothing for row in rows)))
+        children = [self._column(values, field) for field in kind]
+        mask = pa.array([row is None for row in rows])
+        return pa.StructArray.from_arrays(children, fields=list(kind), mask=mask)
+
+
+def key_text(key: Any) -> str | None:
+    """A key as text: a rowid as it is, else a JSON array; a BLOB in it is an object with its hexadecimal digits.
+
+    >>> key_text(7), key_text(("a", 1.5, b"z"))
+    ('7', '["a",1.5,{"blob":"7a"}]')
+    """
+    if isinstance(key, tuple):
+        values = [{"blob": value.hex()} if isinstance(value, bytes) else value for value in key]
+        return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    return str(key) if key is not None else None
+
+
+def _notices(pair: VersionPair, candidates: Candidates) -> Iterator[tuple[str, str]]:
+    """What is told about a piece beside its rows."""
+    if pair.is_dropped:
+        yield DROPPED, "the database was dropped or renamed"
+    if pair.before is not None:
+        if pair.before.view.db_id != pair.after.view.db_id:
+            yield REPLACED, "another database has this name now"
+        if candidates.whole:
+            yield COMPARED, candidates.whole
+
+
+def _is_first(candidates: Candidates) -> bool:
+    """Whether these are the first of those that a table was cut into: a notice is given once."""
+    return not candidates.ranges or candidates.ranges[0][0] == EVERYTHING[0]
+
+
+def rows_schema(table: StructType, *, with_before: bool) -> StructType:
+    """The schema of changes of a table with these columns."""
+    if taken := [name for name in table.names if name in _MEANT]:
+        raise InvalidInput(
+            "the table has columns with names of this source's own", hint="leave them out: `columns`", columns=taken
+        )
+    before = [StructField(BEFORE, table)] if with_before else []
+    return StructType([*FIELDS, *table.fields, *before])
+
+
+def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[RowsPiece]:
+    """Pairs as pieces: a small database is one, a large one is cut where its rows may differ."""
+    for pair in pairs:
+        size = pair.after.size_bytes
+        if pair.before is not None and _identity(pair.before) == _identity(pair.after):
+            continue
+        if size <= PIECE_BYTES:
+            yield RowsPiece(pair, None, size)
+            continue
+        with ExitStack() as stack:
+            sides = _Sides(stack, pair)
+            tables, candidates = sides.candidates(table)
+            if tables != (None, None) and candidates.is_empty:
+                continue
+            new = tables[1]
+            ranges = candidates.ranges
+            if ranges == (EVERYTHING,) and new is not None:
+                ranges = tuple(rowid_ranges(by_number(sides.after.pages), new.root, partitions))
+        for start in range(max(min(partitions, len(ranges)), 1)):
+            yield RowsPiece(pair, replace(candidates, ranges=ranges[start::partitions]), size // partitions)
+
+
+def _identity(version: DatabaseVersion) -> tuple[int, int]:
+    return version.view.db_id, version.view.lsn
+
+
+class RowsReader(SourceReader):
+    """Pieces of databases: a whole one, or ranges of its rowids."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        options.refuse(STREAMING, "streaming queries", "use `from` and `to`, or readStream")
+        super().__init__(options, schema)
+        self.request = VersionRequest(options, snapshot=options.text("to"))
+        self.keep_seconds = self.request.keep_seconds
+        self.query = RowsQuery.of(options, schema)
+        self.earlier = options.text("from")
+
+    def plan(self) -> list[list[RowsPiece]]:
+        with self.access.connect() as client:
+            pairs = self.request.pairs(client, self.request.names(client), self.earlier)
+        return dealt(planned(pairs, self.query.table, self.partitions_max), self.partitions_max)
+
+    def lease_of(self, part: list[RowsPiece]) -> int:
+        return part[0].pair.after.lease_id
+
+    def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for piece in part:
+            yield from self.query.compare(piece, schema)
+
+
+class RowsSource(QuireSource):
+    """See above."""
+
+    NAME = "quire.rows"
+    KNOWN = (*OPTIONS, *STREAMING)
+    READER = RowsReader
+
+    def streamReader(self, schema: StructType) -> RowsQueryReader:  # noqa: N802 - Spark gives the name
+        return RowsQueryReader(self.parse(self.options), schema)
+
+    def schema(self) -> StructType:
+        options = self.parse(self.options)
+        request = VersionRequest(options, snapshot=options.text("to"))
+        with options.access().connect() as client:
+            try:
+                table = described(client, request, options)
+            except NotFound:
+                if not (earlier := options.text("from")):
+                    raise
+                table = described(client, VersionRequest(options, snapshot=earlier), options)  # dropped since
+        return rows_schema(table, with_before=options.flag("before"))
+
+
+# ── a streaming query ─────────────────────────────────────────────────────────────────────────────────────────────────
+Held = dict[str, HeldVersion]
+"""The versions of databases at a position, by name; of one that was dropped, a mark."""
+
+
+class RowsQueryReader(HeldQueryReader):
+    """Spark's offsets are leases of a consumer; an offset also has the number of databases that were there, so that a position
+    whose versions are gone is noticed."""
+
+    HOLDER = "consumer"
+    POSITION = "lease"
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        options.refuse(("to",), "batch queries", "a streaming query goes on to the newest version")
+        super().__init__(options, schema)
+        self.request = VersionRequest(options)
+        self.request.keep_seconds = options.number("keep_seconds", STREAM_KEEP_SECONDS, least=1)
+        skip = options.text("absent", "skip").lower() != "error"
+        self.query = replace(RowsQuery.of(options, schema), skip_absent=skip)
+        self.partitions_max = options.number("partitions", default_partitions(), least=1)
+        self._earlier, self._start = options.text("from"), options.one_of("start", ("all", "latest"))
+        self._databases_max = options.number("max_databases", 0)
+        self._target: dict[tuple[str, int], int] | None = None
+        """Of a query of what is there now: how far each database, (name, id), had been written when it began."""
+
+    def connect(self) -> Client:
+        return self.access.connect()
+
+    def identity(self) -> dict[str, Any]:
+        return {"store": self.owner.server.store_id, "table": self.query.table, "consumer": self.holder}
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
+        """Before everything, or where databases were when the query began. Spark asks again when it plans the first batch, and
+        after a restart before that was done: then it hears the same."""
+        if self._start == "all":
+            return self._offset(0)
+        if held := self.owner.held(self.holder):
+            return self._offset(held[0].lease_id)
+        names = [database.name for database in self.request.matching(self.owner)]
+        return self._offset(self.request.lend_to(self.owner, self.holder, names) if names else 0)
+
+    def latestOffset(self, start: Offset, _: ReadLimit) -> Offset:  # noqa: N802
+        position, held = self.position(start), self.owner.held(self.holder)
+        before = self._known(start, held)
+        # Of an offset that Spark did not write down before it ended, or of a query whose checkpoint was given up.
+        self._let_go([version for version in held if version.lease_id > position])
+        if kept_versions := list(before.values()):
+            self.owner.renew_lease(kept_versions[0].lease_id)  # and with it all others
+        try:
+            reached = self._hold_changed(before)
+        except UnknownDatabase:  # dropped just now: the next look will say so
+            reached = 0
+        if not reached and self._target is None:
+            threading.Event().wait(POLL_SECONDS)
+        return self._offset(reached) if reached else start
+
+    def _hold_changed(self, before: Held) -> int:
+        """Have the newest versions of databases that changed kept; the new position, 0 if there are none."""
+        newest = self._newest()
+        changed = [name for name, version in newest.items() if _has_changed(before.get(name), *version)]
+        names = {database.name for database in self.request.matching(self.owner)}
+        gone = [(version.db_id, name) for name, version in before.items() if name not in names]
+        if self._target is not None:
+            target = self._target
+            changed = [name for name in changed if _is_behind(before.get(name), target.get((name, newest[name][0])))]
+        # Those that were read longest ago go first, so that a limit starves none.
+        changed.sort(key=lambda name: before[name].lease_id if name in before else 0)
+        reached = 0
+        if gone:
+            reached = self.owner.mark_dropped(self.holder, gone, self.request.keep_seconds)
+        if changed:
+            reached = self.request.lend_to(self.owner, self.holder, changed[: self._databases_max or None])
+        return reached
+
+    def _newest(self) -> dict[str, tuple[int, int]]:
+        """(id, newest lsn) of the databases that are asked for, by name."""
+        databases = self.request.matching(self.owner)
+        names = [database.name for database in databases]
+        lsns = self.owner.newest_lsns(names)
+        return {database.name: (database.db_id, lsn) for database, lsn in zip(databases, lsns, strict=True)}
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """What comes from here on is not this query's."""
+        self._target = {(name, db_id): lsn for name, (db_id, lsn) in self._newest().items()}
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        first, last = self.position(start), self.position(end)
+        if first == last:
+            return []
+        held = self.owner.held(self.holder)
+        before, after = self._known(start, held), self._known(end, held)
+        marks = {version.label: version for version in held if first < version.lease_id <= last}
+        changed = {name: version for name, version in marks.items() if version.lsn}
+        dropped = {name: before[name] for name, version in marks.items() if not version.lsn and name in before}
+        earlier = self._versions({name: before[name] for name in changed if name in before})
+        if not first and self._earlier:
+            earlier = self._at_snapshot(list(changed))
+        later = self._versions({name: after[name] for name in changed})
+        pairs = [VersionPair(earlier.get(name), version) for name, version in later.items()]
+        pairs += [VersionPair(None, version, is_dropped=True) for version in self._versions(dropped).values()]
+        pieces = planned(pairs, self.query.table, self.partitions_max)
+        return [InputPartition(part) for part in dealt(pieces, self.partitions_max)]
+
+    def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        with kept(self.access, part[0].pair.after.lease_id, self.request.keep_seconds):
+            for piece in part:
+                yield from self.query.compare(piece, schema)
+
+    def commit(self, end: Offset) -> None:
+        """Spark has done with everything up to `end`: what newer versions have replaced is let go."""
+        position = self.position(end)
+        reached = [version for version in self.owner.held(self.holder) if version.lease_id <= position]
+        newest = {version.label: version for version in reached}
+        self._let_go(
+            [
+                version
+                for version in reached
+                if version.lease_id < position and (version is not newest[version.label] or not version.lsn)
+            ]
+        )
+
+    def _let_go(self, versions: list[HeldVersion]) -> None:
+        if versions:
+            self.owner.let_go([(version.lease_id, version.db_id) for version in versions])
+
+    def _offset(self, position: int) -> Offset:
+        return {**self.offset(position), "databases": len(_at(self.owner.held(self.holder), position))}
+
+    def _known(self, offset: Offset, held: list[HeldVersion]) -> Held:
+        """The versions at an offset; `CursorLost` if some are not there any more."""
+        versions = _at(held, self.position(offset))
+        if len(versions) == offset["databases"]:
+            return versions
+        if held:
+            why = "the query goes on from an older checkpoint than its consumer has committed, or another query is its consumer"
+        else:
+            why = "the versions that the query has read up to are no longer kept"
+        raise CursorLost(
+            why,
+            hint="begin again with a new checkpoint location: its first batch has all rows; `keep_seconds` keeps versions for "
+            "longer, but not over a restore of the store",
+            consumer=self.holder,
+            databases=offset["databases"],
+            held=len(versions),
+        )
+
+    def _versions(self, held: Held) -> dict[str, DatabaseVersion]:
+        """Held versions, as executors open them."""
+        names, versions = list(held), list[DatabaseVersion]()
+        for start in range(0, len(names), LENT_AT_ONCE):
+            some = names[start : start + LENT_AT_ONCE]
+            views = self.owner.held_views([(held[name].lease_id, held[name].db_id) for name in some])
+            lease_id = held[some[0]].lease_id  # renewed together with all others
+            versions += self.request.of_views(self.owner, dict(zip(some, views, strict=True)), lease_id)
+        return {version.database: version for version in versions}
+
+    def _at_snapshot(self, names: list[str]) -> dict[str, DatabaseVersion]:
+        versions = self.request.of_snapshot(self.owner, names, self._earlier)
+        return {version.database: version for version in versions if version is not None}
+
+
+def _at(held: list[HeldVersion], position: int) -> Held:
+    """The versions of databases at a position; `held` is in the order of leases."""
+    newest = {version.label: version for version in held if version.lease_id <= position}
+    return {name: version for name, version in newest.items() if version.lsn}
+
+
+def _has_changed(before: HeldVersion | None, db_id: int, lsn: int) -> bool:
+    """Whether a database has something that its consumer has not read."""
+    return lsn > 0 and (before is None or before.db_id != db_id or lsn > before.lsn)
+
+
+def _is_behind(before: HeldVersion | None, target_lsn: int | None) -> bool:
+    """Whether a database was further than what its consumer has read when a query of what is there began."""
+    return target_lsn is not None and (before is None or before.lsn < target_lsn)
