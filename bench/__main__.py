@@ -20,6 +20,7 @@ BENCHMARKS = {
     "kv": "the key-value engine: writes, reads, scans, compaction, its manifest",
     "snapshots": "snapshots and forks: one more, among many, a year of them",
     "stream": "streams: appending, reading, tailing; the manifest log",
+    "forks": "a database for each test: forks against copies of a file and template databases of PostgreSQL",
     "sqlite": "SQLite on quire against SQLite on a file: writes, reads, forks",
     "checkpoint": "checkpoint and merge on Spark against a loop by hand; ten thousand databases in one run",
     "spark_jobs": "verification on Spark against reading and checksums on all cores",

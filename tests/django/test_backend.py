@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
+import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -97,6 +101,25 @@ CREATE = "from shop.models import Item; Item.objects.create(name='tea', price=4)
 COUNT = "from shop.models import Item; print('items:', Item.objects.count())"
 
 
+MONTHS = """
+from django.db.models import Count
+from django.db.models.functions import SHA256, TruncMonth
+from shop.models import Item
+found = Item.objects.annotate(month=TruncMonth("seen")).values("month").annotate(n=Count("id"))
+print("months:", [row["n"] for row in found], Item.objects.filter(seen__month__gte=1, name__regex="^t").count())
+print("digest:", Item.objects.values_list(SHA256("name"), flat=True).get()[:8], Item.objects.dates("seen", "month").count())
+"""
+
+
+@pytest.mark.slow
+def test_functions_of_django_work_at_the_owner(project: Path) -> None:
+    with quire.open(project / "store") as store, store.serve():
+        manage(project, "shell", "-c", CREATE)
+        said = manage(project, "shell", "-c", MONTHS)
+    assert "months: [1] 1" in said
+    assert f"digest: {hashlib.sha256(b'tea').hexdigest()[:8]} 1" in said
+
+
 @pytest.mark.slow
 def test_a_project_uses_a_store_that_another_process_serves(project: Path) -> None:
     with quire.open(project / "store") as store, store.serve():
@@ -114,3 +137,57 @@ def test_a_project_migrates_tests_and_branches(project: Path) -> None:
     assert '"NAME": "store/what_if"' in manage(project, "quire_branch", "what_if")
     with quire.open(project / "store") as store:
         assert sorted(info.name for info in store.databases()) == ["shop", "what_if"]
+
+
+# ── Django's own tests ────────────────────────────────────────────────────────────────────────────────────────────────
+SOURCES = "QUIRE_DJANGO_SOURCES"
+"""Environment variable: a directory with Django's sources, which have its tests. Otherwise they are downloaded."""
+LABELS = ["basic", "lookup", "aggregation", "transactions", "schema", "introspection", "datetimes", "bulk_create"]
+OWN_SETTINGS = """
+DATABASES = {{
+    "default": {{"ENGINE": "quire.django", "NAME": "{store}/shop"}},
+    "other": {{"ENGINE": "quire.django", "NAME": "{store}/other"}},
+}}
+SECRET_KEY = "x"
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+DEFAULT_AUTO_FIELD = "django.db.models.AutoField"
+USE_TZ = False
+"""
+
+
+def django_sources(directory: Path) -> Path:
+    """Django as it is released, with its tests; skips where it cannot be had."""
+    if SOURCES in os.environ:
+        return Path(os.environ[SOURCES])
+    options = ["--no-deps", "--no-binary", ":all:", "--quiet", "--dest", str(directory)]
+    command = [sys.executable, "-m", "pip", "download", *options, f"django=={version('django')}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    if ended.returncode:
+        pytest.skip(f"Django's sources cannot be had: set {SOURCES}")
+    (archive,) = directory.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(directory, filter="data")
+    return directory / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_slice_of_djangos_own_tests_passes(tmp_path: Path) -> None:
+    sources = django_sources(tmp_path)
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "quire_settings.py").write_text(OWN_SETTINGS.format(store=tmp_path / "store"))
+    command = [sys.executable, "runtests.py", "--settings=quire_settings", "--parallel=1", *LABELS]
+    path = os.pathsep.join([str(tmp_path / "settings"), str(sources)])
+    ended = subprocess.run(
+        command,
+        cwd=sources / "tests",
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    ran = re.search(r"Ran (\d+) tests", ended.stderr)
+    assert ran is not None
+    assert int(ran[1]) > 600

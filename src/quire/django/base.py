@@ -2,8 +2,8 @@
 
 It is Django's own backend for SQLite over `quire.sqlite.dbapi`. `NAME` is a path of a store and a database in it, or a URL
 (`quire:///store/shop?at=monday`). The store stays open until the process ends, since Django closes its connections with each
-request. If another process owns the store, connections go through its server, without the functions of Python's that Django
-defines (`django_date_trunc` …).
+request. If another process owns the store, connections go through its server, which defines the functions that Django's queries
+use (`django_date_trunc` …), if Django is installed there.
 
 Threads: as Django's connections: one each.
 """
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from itertools import tee
 from typing import Any
+from urllib.parse import quote
 
 from django.db.backends.sqlite3 import base
 from django.db.backends.sqlite3._functions import register as register_functions
@@ -53,6 +54,18 @@ class CursorWrapper(dbapi.Cursor):
         return super().executemany(_converted(query, next(first, ())), rows)
 
 
+def _with_functions(database: Any) -> str:
+    """The URL of a database whose connections have Django's functions.
+
+    >>> _with_functions("/data/my store/shop"), _with_functions("quire:///store/shop?at=monday")
+    ('quire:////data/my%20store/shop?functions=django', 'quire:///store/shop?at=monday&functions=django')
+    """
+    text = os.fspath(database)
+    if not text.startswith(("quire:", "file:")):
+        text = f"quire:///{quote(text)}"
+    return f"{text}{'&' if '?' in text else '?'}functions=django"
+
+
 def _converted(query: str, params: Any) -> str:
     if isinstance(params, Mapping):
         return query % {name: f":{name}" for name in params}
@@ -68,11 +81,14 @@ class DatabaseWrapper(base.DatabaseWrapper):
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
         """A connection to the store's database, as Django wants it."""
-        connection = dbapi.connect(**conn_params)
-        if not self.is_in_memory_db() and not (path := database_path(conn_params["database"])).is_read_only:
-            hold_store(path.root)
-        with suppress(dbapi.NotSupportedError):  # through a server: a query that needs them says which one is missing
+        if self.is_in_memory_db():
+            connection = dbapi.connect(**conn_params)
             register_functions(connection)
+        else:
+            path = database_path(conn_params["database"])
+            connection = dbapi.connect(**{**conn_params, "database": _with_functions(conn_params["database"])})
+            if not path.is_read_only:
+                hold_store(path.root)
         connection.execute("PRAGMA foreign_keys = ON")
         for command in filter(None, map(str.strip, self.init_commands)):
             connection.execute(command)

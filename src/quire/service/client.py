@@ -215,10 +215,11 @@ class Client:
         create: bool = False,
         timeout: float = 5.0,
         read_only: bool = False,
+        functions: tuple[str, ...] = (),
         close: Callable[[], None] = lambda: None,
     ) -> RemoteDriver:
         """What is below such a connection; `close` is called with it."""
-        request = OpenSql(name, version_of(at), create, timeout, read_only)
+        request = OpenSql(name, version_of(at), create, timeout, read_only, functions)
         return RemoteDriver(self._channel, self._renewing, request, close)
 
     def _open(self, name: str, action: str, kind: DbKind, create: bool) -> None:

@@ -22,12 +22,15 @@ from quire.service import sql_actions as s
 from quire.service.api import CallContext, StoreApi
 from quire.service.holdings import Holdings
 from quire.service.versions import attachable
+from quire.sqlite.function_packs import define_functions
 from quire.sqlite.remote_policy import restrict
 from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp
 
 SQL = "SQL connection"
 """The kind of a holding."""
 TIMEOUT_SECONDS_MAX = 300.0
+PACKS_MAX = 8
+"""Packs of functions that one connection may ask for."""
 
 
 class SqlHandlers:
@@ -49,6 +52,8 @@ class SqlHandlers:
         idle = settings.sql_transaction_seconds
         if call.is_local:
             define_regexp(connection)
+            for pack in request.functions[:PACKS_MAX]:
+                define_functions(connection, pack)
             if reads_only:
                 connection.pragma("query_only", True)
             served = ServedConnection(connection, transaction_seconds=idle)

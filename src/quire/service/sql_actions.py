@@ -23,6 +23,8 @@ class OpenSql(DatabaseRequest, frozen=True):
     timeout: float = 5.0
     """How long a statement waits for the lock."""
     read_only: bool = False
+    functions: tuple[str, ...] = ()
+    """Packs of functions (`sqlite/function_packs.py`) that its statements use. What the owner does not have is left out."""
 
 
 class PrepareSql(Request, frozen=True):

@@ -7,7 +7,8 @@
 
 A URL's path is relative after three slashes and absolute after four, as in SQLAlchemy's and Django's URLs. Parameters:
 `at` (a snapshot's name, an epoch or a time), `epoch` (an lsn), `time` (a time): that version, to be read; `mode=ro`: to be
-read; `mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing.
+read; `mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing. `functions=django`:
+with functions for SQL that a package brings along, also through a server.
 
 A store that another process owns is reached through its server, if it has one.
 
@@ -30,6 +31,7 @@ from quire.core.errors import InvalidInput, QuireError, StoreLocked
 from quire.core.moments import parse_moment
 from quire.service.sockets import find_owner
 from quire.sqlite import memory
+from quire.sqlite.function_packs import define_functions
 from quire.sqlite.pep249.driver import Driver, LocalDriver
 from quire.sqlite.pep249.errors import error_of
 from quire.store.opening import open as open_store
@@ -51,6 +53,7 @@ class DatabasePath:
     name: str
     at: str | int | datetime | None = None
     mode: str = "rwc"
+    functions: tuple[str, ...] = ()
 
     @property
     def is_read_only(self) -> bool:
@@ -61,9 +64,9 @@ def parse(database: str, *, uri: bool) -> DatabasePath | None:
     """Which database is meant; None for one in memory.
 
     >>> parse("quire:///dir/my%20shop?at=monday", uri=False)
-    DatabasePath(root='dir', name='my shop', at='monday', mode='rwc')
+    DatabasePath(root='dir', name='my shop', at='monday', mode='rwc', functions=())
     >>> parse("/data/shop", uri=False)
-    DatabasePath(root='/data', name='shop', at=None, mode='rwc')
+    DatabasePath(root='/data', name='shop', at=None, mode='rwc', functions=())
     >>> parse("file:/data/shop?mode=ro", uri=True).is_read_only, parse(":memory:", uri=False)
     (True, None)
     """
@@ -79,7 +82,8 @@ def parse(database: str, *, uri: bool) -> DatabasePath | None:
     if not name:
         raise InvalidInput("the path names no database", hint="as in dir/shop: the store, and the database", path=path)
     mode = "ro" if parameters.get("immutable") in ("1", "true") else parameters.get("mode", "rwc")
-    return DatabasePath(root or ".", name, _version(parameters), mode)
+    functions = tuple(filter(None, parameters.get("functions", "").split(",")))
+    return DatabasePath(root or ".", name, _version(parameters), mode, functions)
 
 
 def _path_of(location: str, ours: bool) -> str:
@@ -134,6 +138,11 @@ def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
         connection = store.sqlite(wanted.name, at=wanted.at, create=creates, timeout=timeout)
         if wanted.mode == "ro":
             connection.pragma("query_only", True)
+        for pack in wanted.functions:
+            if not define_functions(connection, pack):
+                raise InvalidInput(
+                    "there are no such functions", hint="install the package that has them", functions=pack
+                )
         return LocalDriver(connection, release)
     except BaseException:
         release()
@@ -188,7 +197,12 @@ def through_server(wanted: DatabasePath, timeout: float) -> Driver:
         )
     try:
         return client.sqlite_driver(
-            wanted.name, at=wanted.at, create=wanted.mode == "rwc", timeout=timeout, close=client.close
+            wanted.name,
+            at=wanted.at,
+            create=wanted.mode == "rwc",
+            timeout=timeout,
+            functions=wanted.functions,
+            close=client.close,
         )
     except BaseException:
         client.close()
