@@ -20,6 +20,7 @@ from quire.durable.failpoints import armed
 from quire.jobs.mirror import job as mirror_job
 from quire.manifest.records import JobKind, JobState
 from quire.store.store import Store
+from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
 from tests.jobs.mirror_world import (
     FORMATS,
@@ -27,6 +28,7 @@ from tests.jobs.mirror_world import (
     History,
     World,
     fill,
+    quiet_settings,
     read_databases,
     read_target,
     sorted_rows,
@@ -502,3 +504,22 @@ def test_mirrors_survive_a_restart(plain: World) -> None:
         assert plain.run(store).changed == 0
     with quire.open(plain.root / "store", mode="r") as reader:
         assert [status.rows for status in reader.mirrors.list()] == [4]
+
+
+def test_the_owner_runs_mirrors_on_their_schedules(plain: World, tmp_path: Path) -> None:
+    clock = ManualClock(1_750_000_000_000)
+    with quire.open(tmp_path / "scheduled", settings=quiet_settings(), clock=clock) as store:
+        fill(store, "tenant-1")
+        store.mirrors.create("lake", "tenant-*", "orders", f"parquet:{tmp_path}/lake", every_seconds=600)
+        store.mirrors.create("by hand", "tenant-*", "orders", f"parquet:{tmp_path}/other")
+        assert store.upkeep.round().mirrors == 1
+        assert store.upkeep.round().mirrors == 0, "its job is waiting"
+        store.maintain()
+        plain.check(store)
+        fill(store, "tenant-2")
+        clock.advance(599)
+        assert store.upkeep.round().mirrors == 0
+        clock.advance(1)
+        assert store.maintain().mirrors == 1
+        plain.check(store)
+        assert not (tmp_path / "other").exists()

@@ -32,6 +32,7 @@ from quire.durable.names import STREAMS
 from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext
 from quire.jobs.leftovers import sweep_leftovers
+from quire.jobs.mirror.changed import due_mirrors
 from quire.jobs.residency import apply_policy
 from quire.jobs.stream_checkpoint.job import unpublished
 from quire.jobs.walking import Walk
@@ -82,6 +83,7 @@ class Round:
     audit_pruned: int = 0
     checkpoints: int = 0
     bundles: int = 0
+    mirrors: int = 0
     jobs: int = 0
     leftovers: int = 0
     moves: int = 0
@@ -169,7 +171,7 @@ class Upkeep:
         whatever it is that comes later, and all databases."""
         done = Round()
         steps: list[Callable[[Round, bool], None]] = [self._recount, self._schedules, self._leases, self._deletions]
-        steps += [self._checkpoints, self._idle]
+        steps += [self._checkpoints, self._mirrors, self._idle]
         if everything or self._ctx.clock.monotonic() >= self._next_slow:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
             steps += [
@@ -340,6 +342,14 @@ class Upkeep:
                 with suppress(JobAlreadyPending):  # another thread was quicker
                     jobs.enqueue(JobKind.CHECKPOINT, db_id, payload)
                     done.checkpoints += 1
+
+    def _mirrors(self, done: Round, _everything: bool) -> None:
+        """Mirrors whose time has come, each with one job at a time."""
+        with self._ctx.manifest.read() as txn:
+            due = due_mirrors(txn, self._ctx.clock.now_ms())
+        for name in due:
+            self._ctx.manifest.jobs.enqueue(JobKind.MIRROR, 0, {"mirror": name})
+            done.mirrors += 1
 
     def _bundles(self, done: Round, _everything: bool) -> None:
         """Once a day, if there are streams: old chunks of their manifest logs become bundles."""

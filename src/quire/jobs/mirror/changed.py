@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import msgspec
+
 from quire.core.errors import NotFound
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbStatus, MirrorDatabaseRecord, MirrorRecord
+from quire.manifest.records import DbKind, DbStatus, JobKind, JobState, MirrorDatabaseRecord, MirrorRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,24 @@ def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:
         if record.name == name:
             return mirror_id, record
     raise NotFound("no mirror has this name", hint="`quire mirror ls` lists them", mirror=name)
+
+
+def due_mirrors(txn: ReadTxn, now_ms: int) -> list[str]:
+    """Mirrors that are to be run by their schedules, and have no job yet."""
+    due = [
+        record.name
+        for _, record in txn.scan(t.MIRROR)
+        if record.every_ms and now_ms >= record.started_at_ms + record.every_ms
+    ]
+    if not due:
+        return []
+    waiting = set()
+    for state in (JobState.PENDING, JobState.IN_FLIGHT):
+        for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
+            job = txn.job(job_id)
+            if job is not None and job.kind is JobKind.MIRROR:
+                waiting.add(msgspec.msgpack.decode(job.payload).get("mirror"))
+    return [name for name in due if name not in waiting]
 
 
 def size_of(txn: ReadTxn, db_id: int) -> int:

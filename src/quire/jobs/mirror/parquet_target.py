@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
@@ -28,6 +29,8 @@ VERSIONS = "_manifest"
 NEWEST = "manifest.json"
 KEEP_SECONDS, KEEP_SECONDS_MIN = 86_400, 3_600
 VERSIONS_KEPT = 100
+OWN_NAME = re.compile(rf"{DATA}/[0-9]{{8,}}-[0-9]{{5}}-[0-9]{{4}}-[0-9a-f]{{16}}\.parquet")
+"""What the mirror calls its files: nothing else is deleted."""
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
@@ -184,7 +187,11 @@ class ParquetTarget:
         """Delete what nobody has needed for `keep_seconds`: replaced files, files of runs that were killed, old versions."""
         horizon = self._now_ms - self._keep_ms
         needed = {file.path for file in manifest.files} | {file.path for file in manifest.removed}
-        old = [file.key for file in list_objects(store, DATA) if file.key not in needed and file.modified_ms < horizon]
+        old = [
+            file.key
+            for file in list_objects(store, DATA)
+            if OWN_NAME.fullmatch(file.key) and file.key not in needed and file.modified_ms < horizon
+        ]
         versions = [file for file in list_objects(store, VERSIONS) if file.modified_ms < horizon]
         store.delete_many([*old, *(file.key for file in versions[:-VERSIONS_KEPT])])
 
