@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from examples import audit_log, changes_to_parquet, feature_store, tenants
+from examples import audit_log, changes_to_parquet, feature_store, tenant_lakehouse, tenants
 from tests.objects.conftest import fresh_url, s3_server
 from tests.rules.tree import ROOT, SRC
 
@@ -39,7 +39,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_is_listed_and_short_and_says_how_it_is_started() -> None:
     programs = sorted(EXAMPLES.glob("*.py"))
     index = (EXAMPLES / "README.md").read_text("utf-8")
-    assert len(programs) == 6
+    assert len(programs) == 7
     for program in programs:
         text = program.read_text("utf-8")
         assert f"({program.name})" in index, program.name
@@ -70,6 +70,15 @@ def test_tenants_in_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert deleted == back == again > 0
     assert "milk: 0 left" in out
+
+
+def test_tenants_in_a_lakehouse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tenant_lakehouse.main(["--tenants", "6", "--rows", "30"]) == 0
+    full, increment, nothing, equal = said(capsys).splitlines()
+    assert full.startswith("full load: 6 of 6 databases, 0 gone, 180 rows in")
+    assert increment.startswith("increment: 4 of 6 databases, 1 gone")
+    assert nothing.startswith("increment: 0 of 6 databases")
+    assert "of 6 databases, and no others" in equal
 
 
 def test_tenants_on_s3(
