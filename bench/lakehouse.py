@@ -21,7 +21,6 @@ import quire
 from bench.report import Report
 from quire.core.limits import MIB
 from quire.store.mirrors import MirrorRun
-from quire.store.store import Store
 
 DATABASES, ROWS = 1_000, 10_000
 QUICK_DATABASES = 100
@@ -36,7 +35,7 @@ def settings() -> Any:
     return quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False, workers=2))
 
 
-def fill(store: Store, databases: int) -> list[str]:
+def fill(store: quire.Store, databases: int) -> list[str]:
     """Databases with orders."""
     names = [f"tenant-{number:05}" for number in range(databases)]
     rng = random.Random(5)
@@ -53,7 +52,7 @@ def fill(store: Store, databases: int) -> list[str]:
     return names
 
 
-def change(store: Store, names: list[str], rng: random.Random, rows: int) -> None:
+def change(store: quire.Store, names: list[str], rng: random.Random, rows: int) -> None:
     """Change so many neighbouring rows of each of these databases."""
     for name in names:
         first = rng.randrange(ROWS - rows)
@@ -63,14 +62,14 @@ def change(store: Store, names: list[str], rng: random.Random, rows: int) -> Non
             )
 
 
-def timed(store: Store, runner: str) -> tuple[float, MirrorRun]:
+def timed(store: quire.Store, runner: str) -> tuple[float, MirrorRun]:
     """One run, and how long it took."""
     started = time.perf_counter()
     ended = store.mirrors.run("lake", runner=runner)
     return time.perf_counter() - started, ended
 
 
-def require_equal(store: Store, names: list[str], target: Path, rng: random.Random) -> None:
+def require_equal(store: quire.Store, names: list[str], target: Path, rng: random.Random) -> None:
     """Compare the table with the databases."""
     table: pa.Table = DeltaTable(str(target)).to_pyarrow_table()
     assert table.num_rows == len(names) * ROWS
