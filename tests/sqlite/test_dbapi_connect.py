@@ -106,9 +106,39 @@ def test_beside_another_owner_it_reads_and_says_why_it_cannot_write(tmp_path: Pa
         assert owner.stdout is not None
         assert owner.stdout.readline() == "owner\n"
         with pytest.raises(dbapi.OperationalError, match="database is locked") as caught:
-            dbapi.connect(tmp_path / "store" / "shop")
+            dbapi.connect(tmp_path / "store" / "shop", timeout=0)
         assert caught.value.sqlite_errorname == "SQLITE_BUSY"
         assert read(f"quire:///{tmp_path}/store/shop?at=monday") == ("monday",)
+        owner.communicate()
+
+
+STARTING = (
+    "import quire, sys; store = quire.open(sys.argv[1]); print('owner', flush=True); sys.stdin.readline()\n"
+    "with store, store.serve(): sys.stdin.read()"
+)
+
+
+def test_it_waits_for_an_owner_that_is_starting_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "store")
+    command = [sys.executable, "-c", STARTING, str(tmp_path / "store")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "owner\n"
+        told: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            if not told:  # it has found an owner that does not serve
+                assert owner.stdin is not None
+                owner.stdin.write("serve\n")
+                owner.stdin.flush()
+            told.append(seconds)
+            threading.Event().wait(seconds)
+
+        monkeypatch.setattr("quire.store.sqlite_urls.time.sleep", sleep)
+        connection = dbapi.connect(tmp_path / "store" / "shop", timeout=120)
+        assert told
+        assert connection.execute("select count(*) from t").fetchone()[0] >= 1
+        connection.close()
         owner.communicate()
 
 
@@ -233,7 +263,7 @@ def test_a_child_of_a_fork_is_told_so(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            read(f"{tmp_path}/store/shop")
+            dbapi.connect(f"{tmp_path}/store/shop", timeout=0)
         except dbapi.OperationalError as error:
             os._exit(0 if "locked" in str(error) else 1)
         finally:

@@ -6,6 +6,8 @@ The connection is aiosqlite's own class, a thread with a connection of `quire.sq
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import aiosqlite
@@ -15,7 +17,10 @@ from quire.sqlite import dbapi
 
 def connect(database: str | os.PathLike[str], *, iter_chunk_size: int = 64, **options: Any) -> aiosqlite.Connection:
     """As `aiosqlite.connect`, with what `quire.sqlite.dbapi.connect` takes."""
-    return aiosqlite.Connection(lambda: dbapi.connect(database, **options), iter_chunk_size)  # type: ignore[arg-type, return-value]
+    connector: Callable[[], Any] = partial(
+        dbapi.connect, database, **options
+    )  # what aiosqlite believes to be sqlite3's
+    return aiosqlite.Connection(connector, iter_chunk_size)
 
 
 def connect_daemon(*arguments: Any, **options: Any) -> Any:

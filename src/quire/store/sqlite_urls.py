@@ -10,7 +10,8 @@ A URL's path is relative after three slashes and absolute after four, as in SQLA
 read; `mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing. `functions=django`:
 with functions for SQL that a package brings along, also through a server.
 
-A store that another process owns is reached through its server, if it has one.
+A store that another process owns is reached through its server. If it has none, `connect` waits for one, or for the owner to
+close the store, as long as SQLite waits for a lock: `timeout`.
 
 Threads: any. Raises errors of PEP 249 with SQLite's codes: `SQLITE_CANTOPEN`, `SQLITE_BUSY` where somebody else owns the store.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from urllib.parse import parse_qsl, unquote
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, QuireError, StoreLocked
 from quire.core.moments import parse_moment
+from quire.durable import names
+from quire.durable.locks import is_held
 from quire.service.sockets import find_owner
 from quire.sqlite import memory
 from quire.sqlite.function_packs import define_functions
@@ -40,6 +44,7 @@ from quire.store.store import Mode, Store
 
 SCHEME = "quire:"
 SQLITE_CANTOPEN, SQLITE_BUSY = 14, 5
+RETRY_SECONDS = 0.05
 _HEADER = b"SQLite format 3\0"
 _holding = threading.Lock()
 _held: dict[str, Store] = {}
@@ -121,14 +126,27 @@ def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:
         if wanted is None:
             return LocalDriver(memory.connect(database, uri=uri, timeout=timeout))
         _refuse(wanted)
-        try:
-            return _open(wanted, timeout)
-        except StoreLocked:
-            return _beside_owner(wanted, timeout)
+        return _open_or_wait(wanted, timeout)
     except StoreLocked as error:
         raise error_of(SQLITE_BUSY, f"database is locked: {error}") from error
     except QuireError as error:
         raise error_of(SQLITE_CANTOPEN, f"unable to open database file: {error}") from error
+
+
+def _open_or_wait(wanted: DatabasePath, timeout: float) -> Driver:
+    """As SQLite waits for a lock: an owner that is starting will serve the store, one that is ending will leave it."""
+    ends_at = time.monotonic() + timeout
+    while True:
+        try:
+            try:
+                return _open(wanted, timeout)
+            except StoreLocked:
+                return _beside_owner(wanted, timeout)
+        except StoreLocked:
+            # What this process itself has open does not go away by waiting.
+            if time.monotonic() >= ends_at or not is_held(os.path.join(wanted.root, names.LOCK)):
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
