@@ -133,4 +133,4 @@ def bulk_load_vs_pyarrow(report: Report, directory: Path, quick: bool) -> None:
     report.figure("spark_bulk_load_rows", mine)
     report.figure("pyarrow_two_processes_rows", other)
     detail = f"{rate(mine)} of {rows:,} rows against {rate(other)}"
-    report.ratio("spark_bulk_load_vs_pyarrow", mine / other, 0.5, "higher", detail)
+    report.ratio("spark_bulk_load_vs_pyarrow", mine / other, 0.9, "higher", detail)
