@@ -298,7 +298,7 @@ class _Run:
                 for number, unit in enumerate(cut)
             ]
             answers = [answer.result() for answer in plan.runner.map(write_files, tasks, tick=self._tick)]
-            merged, disagree = merged_columns(columns, (answer.columns for answer in answers))
+            merged, disagree = merged_columns(columns, answers)
             columns = tuple(merged)
             if not disagree:
                 plan.columns, plan.files = columns, tuple(file for answer in answers for file in answer.files)

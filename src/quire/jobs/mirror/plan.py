@@ -9,13 +9,13 @@ Pure functions of what manifest and target say. Any thread.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain
 
 from msgspec.structs import replace
 
 from quire.jobs.mirror.changed import Differences
-from quire.jobs.mirror.run import Column, Source, WrittenFile
+from quire.jobs.mirror.run import Column, Source, Written, WrittenFile, fits
 from quire.jobs.runner import balanced
 from quire.manifest.records import MirrorDatabaseRecord
 from quire.pages.view import SnapshotView
@@ -93,11 +93,23 @@ def batch_rows(
     return sorted(batch, key=lambda item: item[0])
 
 
-def merged_columns(known: Iterable[Column], written: Iterable[Iterable[Column]]) -> tuple[list[Column], bool]:
-    """(the target's columns with all that files need, whether two files disagree about one)."""
+def merged_columns(known: Iterable[Column], written: Sequence[Written]) -> tuple[list[Column], bool]:
+    """(the target's columns with all that files need, whether the files were written with others).
+
+    A new column gets the widest of the types that databases want, if there is one that takes all values; else the first.
+    """
     columns = {name.lower(): (name, kind) for name, kind in known}
-    disagree = False
-    for name, kind in chain.from_iterable(written):
-        there = columns.setdefault(name.lower(), (name, kind))
-        disagree = disagree or there != (name, kind)
-    return list(columns.values()), disagree
+    wanted: dict[str, dict[Column, None]] = defaultdict(dict)
+    for column in chain.from_iterable(task.wanted for task in written):
+        wanted[column[0].lower()][column] = None
+    for name, candidates in wanted.items():
+        if name not in columns:
+            columns[name] = next(
+                (wide for wide in candidates if all(fits(kind, wide[1]) for _, kind in candidates)),
+                next(iter(candidates)),
+            )
+    agreed = dict(columns)
+    for name, kind in chain.from_iterable(task.columns for task in written):
+        if columns.setdefault(name.lower(), (name, kind)) != (name, kind):
+            return list(agreed.values()), True
+    return list(columns.values()), False

@@ -6,8 +6,11 @@ Terms
   column   a column of the target: a name and one of `TYPES`
 
 A column of a database finds its place by this rule, which tasks follow alone and agree on: the target's column of its name, if
-its type takes the values (`fits`); else the column `NAME_TYPE`; either is new if the target does not have it. Where two tasks
-make a column of one name with different types, the driver sees it and runs them again with the first one's.
+its type takes the values (`fits`); else the column `NAME_TYPE`; either is new if the target does not have it. Where databases
+want a new column with different types, the driver sees it and runs the tasks again with the widest.
+
+The declared type decides, so that a column does not change with the values of a day; where nothing is declared, a sample of
+values does (`sqlite/column_types.py`). A column without a type and without a value needs no place.
 
 A file's name has a random part: a task that is run twice writes two files, and the driver commits the ones that it was told
 of. Others are garbage in the target, as those of a run that was killed.
@@ -22,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
@@ -35,10 +38,14 @@ from quire.durable.failpoints import hit
 from quire.jobs.runner import Tools
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
-from quire.pages.view import SnapshotView
+from quire.pages.view import SnapshotView, ViewReader
 from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
+from quire.sqlite.column_types import SampledColumn, sampled
 from quire.sqlite.read_ahead import ReadAhead
-from quire.sqlite.tables import DATABASE, SqliteTable, arrow_type, connected, find_table
+from quire.sqlite.tables import DATABASE, SqliteTable, connected, declared_type, find_table, quoted
+
+if TYPE_CHECKING:
+    from quire.sqlite.connect import Connection
 
 TYPES: dict[str, pa.DataType] = {
     "bigint": pa.int64(),
@@ -109,6 +116,8 @@ class Written:
     files: tuple[WrittenFile, ...]
     columns: tuple[Column, ...]
     """The target's, with those that its files need besides."""
+    wanted: tuple[Column, ...]
+    """Columns of databases, with their own types, of names that the target did not have."""
     new_types: tuple[tuple[str, str, str], ...] = ()
     """(database, column, column of the target) where a type made another column of the target necessary."""
 
@@ -122,7 +131,10 @@ def write_files(task: MirrorTask, tools: Tools) -> Written:
                 writer.add(source)
             writer.end_file()
         return Written(
-            files=tuple(writer.files), columns=tuple(writer.columns.values()), new_types=tuple(writer.new_types)
+            files=tuple(writer.files),
+            columns=tuple(writer.columns.values()),
+            wanted=tuple(writer.wanted),
+            new_types=tuple(writer.new_types),
         )
 
 
@@ -178,6 +190,23 @@ def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
     return pa.schema([(DATABASE, pa.string()), *((name, TYPES[kind]) for name, kind in columns)])
 
 
+def column_kinds(connection: Connection, table: SqliteTable, reader: ViewReader) -> list[Column]:
+    """The columns of a table and their types; without those that have neither a type nor a value."""
+    if all(declared_type(column.declared) is not None for column in table.columns):
+        return [(column.name, NAMES[declared_type(column.declared)]) for column in table.columns]
+    kinds: list[Column] = []
+    for column in sampled(connection, table, reader):
+        declared = declared_type(column.declared)
+        if declared is None and not column.seen:
+            name = quoted(column.name)
+            sql = f"SELECT typeof({name}) FROM main.{quoted(table.name)} WHERE {name} IS NOT NULL LIMIT 1"
+            if (seen := connection.execute(sql).fetchone()) is None:
+                continue
+            column = SampledColumn(column.name, "", frozenset(seen))
+        kinds.append((column.name, NAMES[declared or column.type]))
+    return kinds
+
+
 class _Writer:
     """The files of one task."""
 
@@ -186,6 +215,8 @@ class _Writer:
         self.columns: dict[str, Column] = {name.lower(): (name, kind) for name, kind in task.columns}
         self.files: list[WrittenFile] = []
         self.new_types: list[tuple[str, str, str]] = []
+        self.wanted: dict[Column, None] = {}
+        self._known = frozenset(self.columns)
         self._schema = arrow_schema(self.columns.values())
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_bytes = 0
@@ -211,7 +242,7 @@ class _Writer:
                 table = find_table(connection, self._task.table, source.database)
             except NotFound:
                 return
-            places = self._places(table, source.database)
+            places = self._places(connection, table, reader, source.database)
             wanted = pa.schema(
                 [(DATABASE, pa.string()), *((own, _read_as(kind, column[1])) for own, kind, column in places)]
             )
@@ -225,20 +256,23 @@ class _Writer:
                 hint = "change the value, or let the mirror have the option misfits=null"
                 raise InvalidInput(error.what, hint=hint, **{**error.where, "database": source.database}) from error
 
-    def _places(self, table: SqliteTable, database: str) -> list[tuple[str, str, Column]]:
+    def _places(
+        self, connection: Connection, table: SqliteTable, reader: ViewReader, database: str
+    ) -> list[tuple[str, str, Column]]:
         """(column of the table, its type, column of the target); new ones are the target's from now on."""
         places: list[tuple[str, str, Column]] = []
-        for column in table.columns:
-            if column.name.lower() == DATABASE:
+        for name, kind in column_kinds(connection, table, reader):
+            if name.lower() == DATABASE:
                 hint = "rename the column: the mirror has the database's name there"
                 raise InvalidInput(f"the table has a column {DATABASE}", hint=hint, database=database, table=table.name)
-            kind = NAMES[arrow_type(column.declared)]
-            target = place(column.name, kind, self.columns)
+            if name.lower() not in self._known:
+                self.wanted[name, kind] = None
+            target = place(name, kind, self.columns)
             if target[0].lower() not in self.columns:
                 self._end_group_of_columns(target)
-                if target[0] != column.name:
-                    self.new_types.append((database, column.name, target[0]))
-            places.append((column.name, kind, target))
+                if target[0] != name:
+                    self.new_types.append((database, name, target[0]))
+            places.append((name, kind, target))
         return places
 
     def _end_group_of_columns(self, column: Column) -> None:
