@@ -1,11 +1,18 @@
-"""A store as it grows: what an open costs, by the length of the feed and the number of databases.
+"""A store as it grows: what an open costs, by the length of the feed and the number of databases; what many databases cost, of
+which few are active (N4).
 
-The opponent of an open is reading the same rows once, raw, and decoding them: what any check of everything has to do.
+The opponent of an open is reading the same rows once, raw, and decoding them: what any check of everything has to do. That of a
+thousand active databases is the same rate of commits on ten of them. Bounds are ratios of what was measured to what was
+promised: 1 is the limit.
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +24,7 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.checked_point import SUFFIX
 from quire.manifest.store import ManifestStore
+from quire.sqlite.connect import Connection
 
 
 def opening(report: Report, directory: Path, quick: bool) -> None:
@@ -95,10 +103,101 @@ def creation(report: Report, directory: Path, quick: bool) -> None:
     opened[0].close()
 
 
+def idle(report: Report, directory: Path, quick: bool) -> None:
+    """Many databases, some of them active: memory, disk, descriptors, threads, a round of upkeep, lists, commits."""
+    count, active = (2_000, 100) if quick else (100_000, 1_000)
+    path = directory / "idle"
+    with quire.open(path) as store:
+        with store.sqlite("template", create=True) as database:
+            database.execute("CREATE TABLE t(x)")
+        store.fork_many("template", [f"tenant-{number}" for number in range(count)])
+    opened: list[quire.Store] = []
+    cold = timed(lambda: opened.append(quire.open(path)))
+    with opened[0] as store:
+        report.ratio("open_vs_3_seconds", cold / 3, 1, "lower", f"{cold:.2f} s with {count:,} databases")
+        few = commits_per_second(store, [f"tenant-{number}" for number in range(10)], quick)
+        many = commits_per_second(store, [f"tenant-{number}" for number in range(active)], quick)
+        detail = f"{many:,.0f} commits/s on {active:,} databases, {few:,.0f} on 10"
+        report.ratio("commits_many_active_vs_ten", many / few, 0.8, "higher", detail)
+        memory = anonymous_bytes()
+        report.ratio("memory_vs_512_mib", memory / (512 << 20), 1, "lower", f"{memory >> 20} MiB, with {active:,} open")
+        files = len(os.listdir("/proc/self/fd"))
+        report.ratio("descriptors_vs_1024", files / 1_024, 1, "lower", f"{files} descriptors")
+        report.figure("threads", threading.active_count())
+        while not store.manifest.recount.is_done:
+            store.manifest.recount.round()
+        rounds = sorted(processor_seconds(store.upkeep.round) for _ in range(11))
+        detail = f"{rounds[5] * 1e3:.1f} ms of processor time, {active:,} of {count:,} databases open"
+        report.ratio("upkeep_round_vs_50_ms", rounds[5] / 0.05, 1, "lower", detail)
+        store.pages.close_idle()
+    listing = min(processor_seconds(lambda: run_ls(path), children=True) for _ in range(3 if quick else 5))
+    detail = f"`quire ls -n 10`: {listing * 1e3:.0f} ms of processor time"
+    report.ratio("ls_head_vs_300_ms", listing / 0.3, 1, "lower", detail)
+    given = sum(entry.stat().st_blocks * 512 for entry in path.rglob("*") if entry.is_file()) / count
+    report.ratio(
+        "disk_vs_64_kib", given / (64 << 10), 1, "lower", f"{given:,.0f} bytes for each of {count:,} databases"
+    )
+
+
+WRITERS = 16
+
+
+def commits_per_second(store: quire.Store, names: list[str], quick: bool) -> float:
+    """Durable one-row inserts of some threads, each with databases of its own, in turn; they are all open before."""
+    each = 200 if quick else 1_000
+
+    def work(own: list[Connection]) -> None:
+        for number in range(each):
+            own[number % len(own)].execute("INSERT INTO t VALUES (1)")
+
+    connections = [store.sqlite(name) for name in names]
+    for connection in connections:
+        connection.execute("INSERT INTO t VALUES (0)")
+    writers = min(WRITERS, len(names))
+    threads = [threading.Thread(target=work, args=(connections[number::writers],)) for number in range(writers)]
+
+    def run() -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    taken = timed(run)
+    for connection in connections:
+        connection.close()
+    return writers * each / taken
+
+
+def anonymous_bytes() -> int:
+    """Memory of the process without the pages of mapped files, which the system takes back when it needs them."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def processor_seconds(work: Callable[[], object], *, children: bool = False) -> float:
+    """Of this process, or of those that it starts."""
+
+    def now() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+
+    started = now()
+    work()
+    return now() - started
+
+
+def run_ls(path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", "from quire.cli.main import main; main()", "ls", "--store", str(path), "-n", "10"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
 def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-PARTS = (opening, creation)
+PARTS = (opening, creation, idle)

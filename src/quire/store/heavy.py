@@ -4,7 +4,7 @@ Terms
   runner   who does the reading and writing: "threads", "spark", or "auto" (threads below 256 MiB of work, else Spark)
 
 Each is a job of the manifest, run now, in this thread as far as the driver's side goes: `quire jobs` shows it, it may be
-cancelled, and goes on after a crash. What runs over many databases is one job for each of them and one run for all.
+cancelled, and goes on after a crash. What runs over many databases is one job for each of them and one run for some thousands.
 
 Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was asked for.
 """
@@ -12,8 +12,9 @@ Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was ask
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quire.archive.log_reader import the_store
@@ -32,14 +33,14 @@ from quire.jobs.retention import apply_many
 from quire.jobs.row_groups import Steady, part
 from quire.jobs.runner import Runner, Runners, ThreadRunner, Tick, Tools, no_tick
 from quire.jobs.stats.job import Usage, stats_job, with_disk
+from quire.manifest import tables as t
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
-from quire.manifest.records import DbKind, JobKind
+from quire.manifest.records import DbKind, DbStatus, JobKind, WalState
 from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.spark.sessions import session
-from quire.store.info import live_databases
 from quire.store.object_location import options_of
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
 HALF = 1_000
 """Of what an audit tells of its progress: first the counting, then the listing."""
+WAVE = 2_000
+"""Databases that a run over many of them works on at once: their plans are in memory, and their jobs are leased."""
+UNABSORBED = frozenset({WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY})
 AUDIT_THREADS = 8
 """What takes time is the way to the bucket and back."""
 
@@ -77,18 +81,29 @@ class Heavy:
     def checkpoint_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
-        """Checkpoint these page databases, or all of them, in one run; their jobs, as they ended."""
-        db_ids = self._ids_of(names)
-        for db_id in db_ids:
-            prepare_checkpoint(self._wiring.context, db_id, leave_open=False)
-        return self._run_many(JobKind.CHECKPOINT, db_ids, runner, progress)
+        """Checkpoint these page databases, or all that have WAL of their own; their jobs, as they ended.
+
+        They are worked on in waves of `WAVE`, each of which is one run. A fork that was never written has nothing to absorb: it
+        is checkpointed when it is named.
+        """
+
+        def run(db_ids: list[int], watch: Progress) -> list[Job]:
+            for db_id in db_ids:
+                prepare_checkpoint(self._wiring.context, db_id, leave_open=False)
+            return self._run_many(JobKind.CHECKPOINT, db_ids, runner, watch)
+
+        return self._in_waves(self._ids_of(names) if names is not None else self._unabsorbed(), run, progress)
 
     @changes
     def merge_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
-        """Merge the chains of these page databases, or of all, in one run; their jobs, as they ended."""
-        return self._run_many(JobKind.MERGE, self._ids_of(names), runner, progress)
+        """Merge the chains of these page databases, or of all that have chunks, in waves of `WAVE`; their jobs."""
+
+        def run(db_ids: list[int], watch: Progress) -> list[Job]:
+            return self._run_many(JobKind.MERGE, db_ids, runner, watch)
+
+        return self._in_waves(self._ids_of(names) if names is not None else self._owners(t.LIVE_LEAF), run, progress)
 
     @changes
     def verify(
@@ -218,19 +233,23 @@ class Heavy:
         only: Mapping[int, Collection[int]] | None = None,
         progress: Progress = no_tick,
     ) -> list[Job]:
-        """Apply the policies of these databases, or of all that have one, in one run; their jobs, as they ended.
+        """Apply the policies of these databases, or of all that have one, in waves of `WAVE`; their jobs, as they ended.
 
         With `only` (database id → snapshot ids) no other snapshots are dropped, of no other databases. `force` also drops the
         last snapshots of a database. Bytes are deleted after their grace, as always. A database whose retention job another
         worker is running is not among the results.
         """
         if only is not None:
-            db_ids = list(only)
+            db_ids: Iterable[int] = list(only)
         elif names is None:
-            db_ids = [db_id for db_id, _ in self._manifest.retention.databases()]
+            db_ids = self._owners(t.RETENTION)
         else:
-            db_ids = [self._id_of(name) for name in names]
-        return apply_many(self._manifest, db_ids, force=force, only=only, progress=progress)
+            db_ids = self._ids_of(names)
+
+        def run(some: list[int], watch: Progress) -> list[Job]:
+            return apply_many(self._manifest, some, force=force, only=only, progress=watch)
+
+        return self._in_waves(db_ids, run, progress)
 
     @changes
     def start(self, kind: JobKind, db_id: int, *, runner: str = "") -> int:
@@ -266,11 +285,45 @@ class Heavy:
         with self._manifest.read() as txn:
             return txn.database_id(name)
 
-    def _ids_of(self, names: Iterable[str] | None) -> list[int]:
-        if names is not None:
-            return [self._id_of(name) for name in names]
+    def _ids_of(self, names: Iterable[str]) -> list[int]:
+        return [self._id_of(name) for name in names]
+
+    def _in_waves(
+        self, db_ids: Iterable[int], run: Callable[[list[int], Progress], list[Job]], progress: Progress
+    ) -> list[Job]:
+        """Run something for many databases, some thousands at a time: what a run plans and holds in memory is bounded."""
         with self._manifest.read() as txn:
-            return [info.db_id for info in live_databases(txn) if info.kind is DbKind.PAGES]
+            total = txn.count(t.DB)
+        jobs: list[Job] = []
+        rest, done = iter(db_ids), 0
+        while wave := list(islice(rest, WAVE)):
+            is_all = not done and len(wave) < WAVE
+            jobs += run(wave, progress if is_all else part(progress, done, done + len(wave), total))
+            done += len(wave)
+        return jobs
+
+    def _owners(self, table: t.Table[Any]) -> Iterator[int]:
+        """The databases that have rows in a table; no transaction is held between two steps."""
+        start = 0
+        while True:
+            with self._manifest.read() as txn:
+                step = list(islice(txn.owners(table, start=start), WAVE))
+            yield from step
+            if len(step) < WAVE:
+                return
+            start = step[-1] + 1
+
+    def _unabsorbed(self) -> Iterator[int]:
+        """The page databases with WAL of their own that no checkpoint has absorbed."""
+        for db_id in self._owners(t.WAL_CATALOG):
+            with self._manifest.read() as txn:
+                record = txn.database(db_id) if db_id not in txn.refused_databases() else None
+                if record is None or record.kind is not DbKind.PAGES or record.status is DbStatus.TOMBSTONED:
+                    continue
+                rows = txn.scan(t.WAL_CATALOG, db_id)
+                is_waiting = any(row.origin_db_id == db_id and row.state in UNABSORBED for _, row in rows)
+            if is_waiting:
+                yield db_id
 
 
 def audit_bucket(

@@ -18,6 +18,7 @@ Importable on executors. Raises `UnknownDatabase`, `UnknownSnapshot`, `SnapshotG
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -126,8 +127,9 @@ class DatabaseRequest:
 
     def matching(self, client: Client, *, strict: bool = False) -> list[DatabaseInfo]:
         """The databases that are asked for; none is no error, nor, unless `strict`, one that is named and does not exist."""
-        known = {database.name: database for database in client.databases() if database.kind.name == self._kind}
-        chosen = matching([self.one] if self.one else self.patterns, list(known), self._what if strict else "")
+        patterns = [self.one] if self.one else self.patterns
+        known = {database.name: database for database in candidates(client, patterns, self._kind.lower())}
+        chosen = matching(patterns, list(known), self._what if strict else "")
         return [known[name] for name in chosen if self._has_tags(known[name])]
 
     def _has_tags(self, database: DatabaseInfo) -> bool:
@@ -223,6 +225,23 @@ def _tag(text: str) -> tuple[str, str | None]:
     """(name, value); `None` for any value."""
     name, equals, value = text.partition("=")
     return name.strip(), value.strip() if equals else None
+
+
+LISTED_AT_ONCE = 10_000
+
+
+def candidates(client: Client, patterns: Sequence[str], kind: str) -> Iterator[DatabaseInfo]:
+    """The databases that begin as all patterns do, by the page."""
+    heads = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in patterns] or [""]
+    first, last = min(heads), max(heads)
+    shared = next((place for place, sign in enumerate(first) if last[place : place + 1] != sign), len(first))
+    after = ""
+    while True:
+        page = client.databases(prefix=first[:shared], kind=kind, limit=LISTED_AT_ONCE, after=after)
+        yield from page
+        if len(page) < LISTED_AT_ONCE:
+            return
+        after = page[-1].name
 
 
 def matching(patterns: Sequence[str], known: Sequence[str], what: str) -> list[str]:

@@ -1,0 +1,67 @@
+"""Many databases of which some are active, for a while: memory, disk and descriptors stay flat.
+
+`QUIRE_SOAK_SECONDS` (60) is how long, `QUIRE_SOAK_DATABASES` (20,000) and `QUIRE_SOAK_ACTIVE` (200) how many; `make torture
+SECONDS=1800` has a soak of half an hour.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
+
+SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "60"))
+DATABASES = int(os.environ.get("QUIRE_SOAK_DATABASES", "20000"))
+ACTIVE = int(os.environ.get("QUIRE_SOAK_ACTIVE", "200"))
+ROWS = 50
+
+
+def _measured(path: Path) -> dict[str, float]:
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    memory = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+    disk = sum(entry.stat().st_blocks for entry in path.rglob("*") if entry.exists()) / 2
+    return {"memory_kib": memory, "disk_kib": disk, "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+@pytest.mark.slow
+def test_memory_disk_and_descriptors_stay_flat(tmp_path: Path) -> None:
+    """The set of active databases moves on, so that all have been active in the end: what each leaves behind adds up."""
+    settings = StoreSettings(
+        maintenance=MaintenanceSettings(interval_seconds=1.0, checkpoint_seconds=10.0, delete_grace_seconds=1.0),
+        pages=PagesSettings(open_max=2 * ACTIVE, idle_seconds=5.0, seal_seconds=5.0),
+    )
+    samples: list[dict[str, float]] = []
+    chosen = random.Random(1)
+    with quire.open(tmp_path / "store", settings=settings) as store:
+        with store.sqlite("template", create=True) as connection:
+            connection.execute("CREATE TABLE t(id INTEGER PRIMARY KEY, x BLOB)")
+        store.fork_many("template", [f"tenant-{number}" for number in range(DATABASES)])
+        started = time.monotonic()
+        active = chosen.sample(range(DATABASES), ACTIVE)
+        while (elapsed := time.monotonic() - started) < SECONDS:
+            for number in active:
+                with store.sqlite(f"tenant-{number}") as connection:
+                    row = chosen.randrange(ROWS)
+                    connection.execute("INSERT OR REPLACE INTO t VALUES (?, randomblob(200))", (row,))
+                    connection.execute("DELETE FROM t WHERE id = ?", (chosen.randrange(ROWS),))
+            active[chosen.randrange(ACTIVE)] = chosen.randrange(DATABASES)
+            store.stream("events", create=True).append(b"round").result()
+            if elapsed >= SECONDS * (len(samples) + 1) / 10:
+                samples.append(_measured(tmp_path / "store") | {"seconds": round(elapsed)})
+                sys.stderr.write(json.dumps(samples[-1]) + "\n")
+        assert len(store.pages.stores()) <= 2 * ACTIVE + 1
+    middle, last = samples[len(samples) // 2 - 1], samples[-1]
+    assert last["memory_kib"] <= 1.25 * middle["memory_kib"] + 16_384
+    assert last["descriptors"] <= middle["descriptors"] + 64
+    # Every database that becomes active for the first time takes its own: at most 64 KiB each, beyond what all had.
+    assert last["disk_kib"] <= middle["disk_kib"] + 64 * DATABASES
