@@ -30,7 +30,7 @@ BENCHMARKS = {
     "archive": "the store in its bucket: commit rates, lag, requests, mode sync, restore, replay",
     "many": "a store as it grows: opening it, by the length of its feed",
     "cli": "starting the command line against starting Python",
-    "lakehouse": "mirrors of a thousand databases: increments against a full load",
+    "lakehouse": "mirrors of a thousand databases: increments against a full load; row changes against a loop by hand",
     "spark": "data sources on Spark against SQLite, the local feed and Spark's own floor",
 }
 

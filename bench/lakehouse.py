@@ -2,7 +2,8 @@
 
 Both are runs of one mirror into a Delta table, by the same runner, whose session is running. A full load reads every database;
 incremental runs come after one in a hundred databases has changed, and after one row in a hundred has changed in each of them,
-where copy-on-write rewrites everything. At the end the table is compared with the databases, row by row.
+where copy-on-write rewrites everything. At the end the table is compared with the databases, row by row. Row changes are in
+`row_changes.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 import quire
+from bench import row_changes
 from bench.report import Report
 from quire.core.limits import MIB
 from quire.store.mirrors import MirrorRun
@@ -132,4 +134,4 @@ def mirror_spark(report: Report, directory: Path, quick: bool) -> None:
     mirrored(report, directory, quick, "spark")
 
 
-PARTS = [mirror_threads, mirror_spark]
+PARTS = [mirror_threads, mirror_spark, *row_changes.PARTS]

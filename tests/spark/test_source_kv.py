@@ -22,7 +22,7 @@ from quire.manifest.records import JobState
 from quire.spark.sessions import session
 from quire.spark.sources import kv
 from quire.spark.sources.base import Options
-from quire.spark.sources.kv import WRITING, KeyRange, KeyRangeTask, KvWriter, TablesMessage, cut
+from quire.spark.sources.kv import WRITING, KeyRange, KvWriter, TablesMessage, cut
 from quire.spark.sources.kv_load import bulk_load, in_ranges
 from tests.spark.sourced import Owned, owned
 
@@ -155,7 +155,7 @@ def test_pieces_are_disjoint_and_have_everything(owner: Owned, monkeypatch: pyte
     assert (pieces[0].range.low, pieces[-1].range.high) == (b"", None)
     assert min(len(piece.sst_ids) for piece in pieces) < len(version.sst_ids), "only tables that have keys there"
     narrow = list(cut(version.directory, version.sst_ids, KeyRange(b"002500", b"002501"), 5))
-    assert narrow == [KeyRangeTask(version.directory, narrow[0].sst_ids, KeyRange(b"002500", b"002501"))]
+    assert [(task.directory, task.range) for task in narrow] == [(version.directory, KeyRange(b"002500", b"002501"))]
 
 
 def test_an_empty_frame_and_an_empty_database(owner: Owned) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.core.errors import LeaseExpired, SnapshotGone
+from quire.core.errors import InvalidInput, LeaseExpired, SnapshotGone, UnknownSnapshot
 from quire.manifest import tables as t
 from quire.spark.access import access_of, options_of
 from quire.spark.sources import base
@@ -24,6 +24,7 @@ from quire.spark.sources.kv import KvSource
 from quire.spark.sources.pages import PagesSource
 from quire.spark.sources.rows import RowsSource
 from quire.spark.sources.sqlite import SqliteSource
+from quire.spark.sources.stream import StreamSource
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.spark.sourced import QUIET
@@ -114,6 +115,39 @@ def test_key_value_sets_and_differences_leave_nothing_either(store: Store, clock
     assert (rows(store), list(directory.iterdir())) == (0, [])
     with pytest.raises(SnapshotGone, match="load it again"):
         read(reader, parts)
+
+
+def test_key_value_sets_are_read_together_under_one_lease(store: Store) -> None:
+    for number in range(3):
+        cart = store.kv(f"cart-{number}", create=True)
+        cart.write({b"k": b"%d" % number})
+        if number:
+            store.snapshot(f"cart-{number}", "nightly")
+        cart.write({b"k": b"new"})
+    store.set_options("cart-2", tags={"tier": "gold"})
+    reader, parts = planned(store, KvSource, databases="cart-*", partitions=2)
+    assert len(parts) == 2
+    assert read(reader, parts) == [(f"cart-{number}", b"k", b"new") for number in range(3)]
+    assert store.manifest.leases.count() == 1
+    assert read(*planned(store, KvSource, tags="tier=gold")) == [("cart-2", b"k", b"new")]
+    given = {"databases": "cart-*", "snapshot": "nightly"}
+    assert read(*planned(store, KvSource, **given, absent="skip")) == [("cart-1", b"k", b"1"), ("cart-2", b"k", b"2")]
+    with pytest.raises(UnknownSnapshot):
+        planned(store, KvSource, **given)
+
+
+def test_streams_are_read_together(store: Store) -> None:
+    for number in range(3):
+        clicks = store.stream(f"clicks-{number}", create=True)
+        clicks.append([b"%d" % number, b"more"]).result()
+    reader, parts = planned(store, StreamSource, databases="clicks-*", columns="id,payload", partitions=2)
+    assert len(parts) == 2
+    expected = [
+        (f"clicks-{number}", id_, load) for number in range(3) for id_, load in ((1, b"%d" % number), (2, b"more"))
+    ]
+    assert [(name, load) for name, _, load in read(reader, parts)] == [(name, load) for name, _, load in expected]
+    with pytest.raises(InvalidInput, match="`start` is for one stream"):
+        planned(store, StreamSource, databases="clicks-*", start=1)
 
 
 def test_a_frame_reads_the_version_of_its_first_query_as_long_as_it_is_kept(store: Store, clock: ManualClock) -> None:

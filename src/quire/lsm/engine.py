@@ -288,8 +288,9 @@ class KvEngine:
                 remove_home(self._disk, target)
                 raise
 
-    def lend(self, db: int | str, seconds: float) -> tuple[int, KvVersion]:
-        """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease."""
+    def lend(self, db: int | str, seconds: float, *, lease_id: int = 0) -> tuple[int, KvVersion]:
+        """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease. With
+        `lease_id` it becomes part of that lease."""
         with self._lock:
             kv = self.open(db)
             with self._manifest.read() as txn:
@@ -299,7 +300,7 @@ class KvEngine:
             try:
                 lsn = copy_live(kv, target, self._owner(db_id), number)
                 tables = FrozenCopy(target, self._owner(db_id), number, lsn).state(self._disk).sstables
-                lease_id = self._manifest.leases.hold([LentVersion(db_id, lsn, number)], seconds)
+                lease_id = self._manifest.leases.hold([LentVersion(db_id, lsn, number)], seconds, lease_id=lease_id)
             except Exception:
                 remove_home(self._disk, target)
                 raise

@@ -300,9 +300,9 @@ class Client:
         request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder)
         return self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
 
-    def lend_kv(self, db: int | str, seconds: float) -> m.LentKv:
+    def lend_kv(self, db: int | str, seconds: float, *, lease_id: int = 0) -> m.LentKv:
         """The same of a key-value set."""
-        return self._channel.call("lease.open_kv", m.LendKv(db, float(seconds)))
+        return self._channel.call("lease.open_kv", m.LendKv(db, float(seconds), lease_id))
 
     def held(self, holder: str) -> list[HeldVersion]:
         """The versions that a holder has, the oldest first."""

@@ -260,7 +260,7 @@ class Handlers:
 
     def do_lease_open_kv(self, request: m.LendKv, call: CallContext) -> m.LentKv:
         self._check_lending(request.seconds, call)
-        return m.LentKv(*self._store.kvs.lend(request.db, request.seconds))
+        return m.LentKv(*self._store.kvs.lend(request.db, request.seconds, lease_id=request.lease_id))
 
     def _check_lending(self, seconds: float, call: CallContext, *, upload: bool = False) -> None:
         if call.grant.is_admin:

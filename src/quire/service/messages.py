@@ -185,6 +185,7 @@ class NewestLsns(Request, frozen=True):
 class LendKv(Request, frozen=True):
     db: int | str
     seconds: float
+    lease_id: int = 0
 
 
 class LentKv(Request, frozen=True):

@@ -25,9 +25,10 @@ under a key of its own (`service/loads.py`); a batch that Spark repeats is not w
 which they come; with the option `delete`, a boolean column, those in which it is true delete their keys. Complete mode replaces
 the set. Executors need not see the store's directory.
 
-Options of reading: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for bytes),
-`keys` and `values` (`binary` or `string`), `columns`, `partitions`. Of writing, with save mode `append`: `database`, `create`
-(the default is `true`: make the database if there is none).
+Options of reading: `database`, or `databases` and `tags` (`views.py`; rows then begin with `_database`); `snapshot`, `absent`
+(`error` or `skip`: databases without the snapshot), `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for
+bytes), `keys` and `values` (`binary` or `string`), `columns`, `partitions`. Of writing, with save mode `append`: `database`,
+`create` (the default is `true`: make the database if there is none).
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, Shelf, TakeIds
 from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader
 from quire.spark.sources.parts import BatchId, PartTarget, SinkWriter
+from quire.spark.sources.sqlite_tables import DATABASE_FIELD
 from quire.spark.sources.sqlite_write import flag_of
+from quire.spark.sources.views import DatabaseRequest, dealt
+from quire.sqlite.tables import DATABASE
 
 if TYPE_CHECKING:
     from quire.lsm.engine import KvVersion
@@ -94,46 +98,67 @@ class KeyRangeTask:
     directory: str
     sst_ids: tuple[int, ...]
     range: KeyRange
+    size_bytes: int = 0
+    """About how much that is."""
+    database: str = ""
     lease_id: int = 0
 
 
 class KvReader(SourceReader):
-    """Ranges of keys of one version."""
+    """Ranges of keys of one version of each database."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
-        self.database = options.need("database")
+        self.request = kv_request(options)
         self.snapshot = options.text("snapshot")
+        self.skip_absent = options.one_of("absent", ("error", "skip")) == "skip"
         self.range = asked_range(options)
         self.keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
 
-    def plan(self) -> list[KeyRangeTask]:
+    def plan(self) -> list[list[KeyRangeTask]]:
         if self.range.is_empty:
             return []
-        lease_id, version = self._version()
-        tasks = cut(version.directory, version.sst_ids, self.range, self.partitions_max)
-        return [replace(task, lease_id=lease_id) for task in tasks]
+        tasks: list[KeyRangeTask] = []
+        for name, lease_id, version in self._versions():
+            for task in cut(version.directory, version.sst_ids, self.range, self.partitions_max):
+                tasks.append(replace(task, database=name, lease_id=lease_id))
+        return dealt(tasks, self.partitions_max)
 
-    def lease_of(self, part: KeyRangeTask) -> int:
-        return part.lease_id
+    def lease_of(self, part: list[KeyRangeTask]) -> int:
+        return part[0].lease_id
 
-    def _version(self) -> tuple[int, KvVersion]:
-        """(what keeps it, if no snapshot does; the version)."""
+    def _versions(self) -> Iterator[tuple[str, int, KvVersion]]:
+        """(database, what keeps its version if no snapshot does, the version); one lease keeps all of them."""
+        lease_id = 0
         with self.access.connect() as client:
-            if not self.snapshot:
-                lent = client.lend_kv(self.database, self.keep_seconds)
-                return lent.lease_id, lent.version
-            try:
-                return 0, client.kv_version(self.database, self.snapshot)
-            except UnknownSnapshot:
-                if not self.snapshot.isdecimal():
-                    raise
-                return 0, client.kv_version(self.database, int(self.snapshot))
+            for name in self.request.names(client):
+                if not self.snapshot:
+                    lent = client.lend_kv(name, self.keep_seconds, lease_id=lease_id)
+                    lease_id = lent.lease_id
+                    yield name, lease_id, lent.version
+                elif (version := self._of_snapshot(client, name)) is not None:
+                    yield name, 0, version
 
-    def batches(self, part: KeyRangeTask, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        with opened(part.directory, part.sst_ids) as tables:
-            for batch in scan_parts(tables, part.range.low, part.range.high, LSN_MAX):
-                yield _shaped(batch, schema)
+    def _of_snapshot(self, client: Client, name: str) -> KvVersion | None:
+        wanted: list[int | str] = [self.snapshot, *([int(self.snapshot)] if self.snapshot.isdecimal() else [])]
+        for tries_left, snapshot in zip(reversed(range(len(wanted))), wanted):
+            try:
+                return client.kv_version(name, snapshot)
+            except UnknownSnapshot:
+                if not tries_left and not self.skip_absent:
+                    raise
+        return None
+
+    def batches(self, part: list[KeyRangeTask], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for task in part:
+            with opened(task.directory, task.sst_ids) as tables:
+                for batch in scan_parts(tables, task.range.low, task.range.high, LSN_MAX):
+                    yield _shaped(batch, schema, task.database)
+
+
+def kv_request(options: Options) -> DatabaseRequest:
+    """Which key-value sets are asked for."""
+    return DatabaseRequest(options, "LSM", "key-value set")
 
 
 def cut(directory: str, sst_ids: Sequence[int], asked: KeyRange, wanted: int) -> Iterator[KeyRangeTask]:
@@ -144,7 +169,7 @@ def cut(directory: str, sst_ids: Sequence[int], asked: KeyRange, wanted: int) ->
         for low, high in parts(tables, asked.low, asked.high, first_bytes=share, bytes_max=share):
             ids = [t.meta.sst_id for t in tables if t.meta.key_max >= low and (high is None or t.meta.key_min < high)]
             if ids:
-                yield KeyRangeTask(directory, tuple(ids), KeyRange(low, high))
+                yield KeyRangeTask(directory, tuple(ids), KeyRange(low, high), min(total, share))
 
 
 @contextmanager
@@ -166,9 +191,12 @@ def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[SSTable]]:
             table.close()
 
 
-def _shaped(batch: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
+def _shaped(batch: pa.RecordBatch, wanted: pa.Schema, database: str) -> pa.RecordBatch:
     columns = []
     for field in wanted:
+        if field.name == DATABASE:
+            columns.append(pa.repeat(pa.scalar(database, field.type), batch.num_rows))
+            continue
         try:
             columns.append(batch.column(field.name).cast(field.type))
         except pa.ArrowInvalid as error:
@@ -333,14 +361,18 @@ class KvSource(QuireSource):
     """See above."""
 
     NAME = "quire.kv"
-    KNOWN = ("database", "snapshot", "keep_seconds", "prefix", "low", "high", "keys", "values", "columns", "partitions")
+    KNOWN = (
+        *("database", "databases", "tags", "snapshot", "absent", "keep_seconds", "prefix", "low", "high"),
+        *("keys", "values", "columns", "partitions"),
+    )
     READER = KvReader
 
     def schema(self) -> StructType:
         options = self.parse(self.options)
         kinds = {name: options.one_of(f"{name}s", ("binary", "string")) for name in COLUMNS}
         chosen = options.columns(COLUMNS, of="a key-value database")
-        return StructType([StructField(name, KINDS[kinds[name]], nullable=False) for name in chosen])
+        fields = [StructField(name, KINDS[kinds[name]], nullable=False) for name in chosen]
+        return StructType([DATABASE_FIELD, *fields] if kv_request(options).is_many else fields)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> SinkWriter:  # noqa: N802 - Spark gives the name
         known = (*WRITING, "delete", *SINK_OPTIONS)

@@ -17,11 +17,12 @@ Writing, of a job or of a streaming query: one column `payload`. The owner appen
 append that is durable as a whole, and a batch once (`parts.py`, `Stream.append_batch`). Options: `stream`, `create` (the
 default is `true`: make a stream that is not there).
 
-Options of reading: `stream`; `columns`; `partitions` at most; `upload` of what is in no object yet: `auto` (by executors that
-need it), `true` (before the query runs), `false`. Of a range: `start` (default: the first record kept), `end`, exclusive,
-`since` (a time, or milliseconds since 1970: records that became durable before it are left out, whole segments of them without
-being read). Of a streaming query: `consumer`; `start` for a new consumer: `oldest` (the default), `latest`, or the id of the
-first record wanted; `max_records` in a batch.
+Options of reading: `stream`, or of a range `databases` and `tags`, as of other sources (records then begin with `_database`,
+the name of the stream; `start` and `end` are not for them); `columns`; `partitions` at most; `upload` of what is in no object
+yet: `auto` (by executors that need it), `true` (before the query runs), `false`. Of a range: `start` (default: the first record
+kept), `end`, exclusive, `since` (a time, or milliseconds since 1970: records that became durable before it are left out, whole
+segments of them without being read). Of a streaming query: `consumer`; `start` for a new consumer: `oldest` (the default),
+`latest`, or the id of the first record wanted; `max_records` in a batch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -76,6 +78,9 @@ from quire.spark.sources.base import (
     spark_schema,
 )
 from quire.spark.sources.parts import BatchId, PartTarget, PartWriter, SinkWriter
+from quire.spark.sources.sqlite_tables import DATABASE_FIELD
+from quire.spark.sources.views import DatabaseRequest, dealt
+from quire.sqlite.tables import DATABASE
 from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at, of_positions
@@ -104,6 +109,12 @@ class RecordRange:
     """The segments they are in."""
     options: StoreOptions | None = field(default=None, repr=False)
     """How their object store is reached."""
+    stream: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its segments."""
+        return sum(segment.stored_bytes for segment in self.share.segments)
 
 
 class Records:
@@ -112,7 +123,7 @@ class Records:
     def __init__(self, options: Options, schema: StructType) -> None:
         options.need_schema(schema, shape(options))
         self.access = options.access()
-        self.stream = options.need("stream")
+        self.stream = "" if is_many(options) else options.need("stream")
         self.upload = options.one_of("upload", ("auto", "true", "false"))
         self.partitions_max = options.number("partitions", default_partitions(), least=1)
         self.since_ms = 0
@@ -146,7 +157,14 @@ class Records:
 
             self._options = object_options(channel.call("hello", Nothing()))
         options = self._options.get(whole.objects_url)
-        return [replace(part, options=options) for part in split(whole, segments, first, last, self.partitions_max)]
+        parts = split(whole, segments, first, last, self.partitions_max)
+        return [replace(part, options=options, stream=self.stream) for part in parts]
+
+    def of(self, stream: str) -> Records:
+        """The same of another stream."""
+        records = copy(self)
+        records.stream = stream
+        return records
 
     def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """The records of a part."""
@@ -201,9 +219,16 @@ def _cuts(segments: Sequence[SharedSegment], parts: int) -> list[int]:
     return sorted(cuts)
 
 
+def is_many(options: Options) -> bool:
+    """Whether records of several streams are asked for."""
+    return bool(options.text("databases") or options.text("tags"))
+
+
 def shape(options: Options) -> StructType:
     """The schema, of the columns that are wanted."""
-    return spark_schema(pa.schema([SCHEMA.field(name) for name in options.columns(SCHEMA.names, of="a record")]))
+    names = options.columns(SCHEMA.names, of="a record")
+    schema = spark_schema(pa.schema([SCHEMA.field(name) for name in names]))
+    return StructType([DATABASE_FIELD, *schema.fields]) if is_many(options) else schema
 
 
 def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
@@ -235,19 +260,39 @@ class RecordsReader(SourceReader):
         self.records.since_ms = moment_ms(options.text("since"))
         self._start = options.number("start", 0)
         self._end = options.number("end", 0)
+        self._streams = DatabaseRequest(options, "STREAM", "stream") if is_many(options) else None
+        if self._streams is not None:
+            options.refuse(("stream", "start", "end"), "one stream", "of several, `since` leaves out older records")
 
-    def plan(self) -> list[RecordRange]:
+    def plan(self) -> list[list[RecordRange]]:
+        if self._streams is None:
+            names = [self.records.stream]
+        else:
+            with self.access.connect() as client:
+                names = self._streams.names(client)
         with closing(self.access.channel()) as channel:
-            # Of no segments: only where the stream begins and ends.
-            whole = self.records.share(channel, self._start or None, 1)
-            start, stop = self._start or whole.first_record, self._end or whole.end_record
-            begin_at(whole.gaps, stop)  # one that was never reached here
-            if stop > whole.end_record:
-                raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
-            return self.records.parts(channel, start, stop) if start < stop else []
+            return dealt([part for name in names for part in self._parts(channel, name)], self.partitions_max)
 
-    def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        return self.records.batches(part, schema)
+    def _parts(self, channel: Channel, name: str) -> list[RecordRange]:
+        """The parts of a stream."""
+        records = self.records.of(name)
+        # Of no segments: only where the stream begins and ends.
+        whole = records.share(channel, self._start or None, 1)
+        start, stop = self._start or whole.first_record, self._end or whole.end_record
+        begin_at(whole.gaps, stop)  # one that was never reached here
+        if stop > whole.end_record:
+            raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
+        return records.parts(channel, start, stop) if start < stop else []
+
+    def batches(self, part: list[RecordRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        stored = pa.schema([field for field in schema if field.name != DATABASE])
+        for records in part:
+            for batch in self.records.of(records.stream).batches(records, stored):
+                if self._streams is None:
+                    yield batch
+                    continue
+                names = pa.repeat(pa.scalar(records.stream, pa.string()), batch.num_rows)
+                yield pa.RecordBatch.from_arrays([names, *batch.columns], schema=schema)
 
 
 class RecordsQueryReader(QueryReader):
@@ -258,6 +303,7 @@ class RecordsQueryReader(QueryReader):
 
     def __init__(self, options: Options, schema: StructType) -> None:
         options.refuse(("end",), "ranges", "a streaming query has none; read instead of readStream")
+        options.refuse(("databases", "tags"), "ranges", "a streaming query reads one stream")
         super().__init__(options, schema, options.number("max_records", 0))
         self.records = Records(options, schema)
         self._start: int | str = options.text("start", "oldest").lower()
@@ -347,7 +393,10 @@ class StreamSource(QuireSource):
     """See above."""
 
     NAME = "quire.stream"
-    KNOWN = ("stream", "columns", "upload", "partitions", "start", "end", "since", "consumer", "max_records")
+    KNOWN = (
+        *("stream", "databases", "tags", "columns", "upload", "partitions"),
+        *("start", "end", "since", "consumer", "max_records"),
+    )
     READER = RecordsReader
 
     def schema(self) -> StructType:

@@ -1,0 +1,185 @@
+"""Row changes of SQLite tables: how many pages are read to find them, and Spark against a loop by hand.
+
+`neighbouring_rows` counts the pages that `quire.rows` reads of both versions, as a share of the database's: one per cent of the
+rows next to each other has changed, in the WAL or behind a checkpoint. Nothing but the count matters, so it runs in this
+process. `many_databases` compares `quire.rows` on Spark with as many processes as the session has cores, each of which finds
+the changed rows of its share of the databases with the same functions, and counts them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from pyspark.sql import SparkSession
+
+import quire
+from bench.report import Report, alternate, seconds
+from quire.pages.view import ViewReader
+from quire.spark import options_of, session
+from quire.spark.sources.rows import RowsSource
+
+SETTINGS = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False))
+CORES = os.cpu_count() or 1
+
+MAKE = "create table orders(id integer primary key, who text, price real)"
+FILL = (
+    "with recursive n(i) as (select 1 union all select i + 1 from n where i < ?)"
+    " insert into orders select i, printf('customer %012d', i * 7919 % 1000003), i / 4.0 from n"
+)
+
+BY_HAND = """
+import pickle, sys
+from contextlib import ExitStack
+from quire.pages.view_changes import changed_pages
+from quire.spark.sources.views import opened
+from quire.sqlite.row_changes import Version, changed_rows, find_candidates
+from quire.sqlite.tables import connected
+pairs = pickle.load(open(sys.argv[1], "rb"))[int(sys.argv[2]) :: int(sys.argv[3])]
+print("ready", flush=True)
+sys.stdin.readline()
+count = 0
+for pair in pairs:
+    with ExitStack() as stack:
+        readers = [stack.enter_context(opened(version)) for version in (pair.before, pair.after)]
+        before, after = [Version(reader, stack.enter_context(connected(reader))) for reader in readers]
+        size = max(reader.size_pages for reader in readers)
+        changed = lambda: {page + 1 for page, _, _ in changed_pages(*readers, 0, size)}
+        old, new, candidates = find_candidates(before, after, "orders", changed)
+        count += sum(1 for _ in changed_rows(before, after, (old, new), ["id", "who", "price"], candidates))
+print(count, flush=True)
+"""
+
+
+@cache
+def spark() -> SparkSession:
+    """One session for all parts."""
+    return session(f"local[{CORES}]", app="quire-bench")
+
+
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def neighbouring_rows(report: Report, directory: Path, quick: bool) -> None:
+    """The share of pages that are read to find one per cent of the rows, next to each other."""
+    rows = 30_000 if quick else 300_000
+    with quire.open(directory / "pages", settings=SETTINGS) as store:
+        for name, checkpointed in (("in the WAL", False), ("checkpointed", True)):
+            database = f"shop-{checkpointed}"
+            _fill(store, database, rows)
+            store.checkpoint(database)
+            store.snapshot(database, "monday")
+            _change(store, database, rows // 2, rows // 100)
+            if checkpointed:
+                store.checkpoint(database)
+            options = {**options_of(store), "database": database, "table": "orders", "from": "monday"}
+            source = RowsSource(options)
+            reader = source.reader(source.schema())
+            with _counting() as counted:
+                found = sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part))
+            _check(found, rows // 100)
+            with store.pages.open(database).open_snapshot() as newest:
+                size = newest.size_pages
+            detail = f"{counted[0]} of 2 × {size} pages, {found} rows"
+            report.ratio(f"pages read, {name}", counted[0] / (2 * size), 0.06, "lower", detail)
+
+
+@contextmanager
+def _counting() -> Iterator[list[int]]:
+    """Counts the pages that are asked of views."""
+    counted = [0]
+    read_page, read_pages = ViewReader.read_page, ViewReader.read_pages
+
+    def one(self: ViewReader, page: int) -> bytes:
+        counted[0] += 1
+        return read_page(self, page)
+
+    def many(self: ViewReader, pages: Any, **options: Any) -> dict[int, bytes]:
+        images = read_pages(self, pages, **options)
+        counted[0] += len(images)
+        return images
+
+    with patch.object(ViewReader, "read_page", one), patch.object(ViewReader, "read_pages", many):
+        yield counted
+
+
+# ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def many_databases(report: Report, directory: Path, quick: bool) -> None:
+    """Row changes of many databases on Spark, against processes that do the same by hand."""
+    databases, rows = (100, 1_000) if quick else (1_000, 10_000)
+    with quire.open(directory / "many", settings=SETTINGS) as store:
+        for number in range(databases):
+            _fill(store, f"tenant-{number:04}", rows)
+            store.snapshot(f"tenant-{number:04}", "monday")
+            _change(store, f"tenant-{number:04}", rows // 3, max(rows // 100, 1))
+        options = {**options_of(store), "databases": "tenant-*", "table": "orders", "from": "monday"}
+        expected = databases * max(rows // 100, 1)
+        pairs = [
+            piece.pair for part in RowsSource(options).reader(RowsSource(options).schema()).plan() for piece in part
+        ]
+        planned = directory / "pairs.pickle"
+        planned.write_bytes(pickle.dumps(pairs))
+
+        def on_spark() -> float:
+            frame = spark().read.format("quire.rows").options(**options).load()
+            return seconds(lambda: _check(frame.count(), expected))
+
+        on_spark()
+        ours, theirs = alternate(1 if quick else 5, on_spark, lambda: _by_hand(planned, expected))
+        detail = f"{ours:.2f} s, by hand {theirs:.2f} s, {databases} databases of {rows:,} rows"
+        report.ratio("row changes, Spark against by hand", theirs / ours, 0.5, "higher", detail)
+        report.figure("databases compared in a second", databases / ours)
+
+
+def _by_hand(planned: Path, expected: int) -> float:
+    """How long processes take that have been started, and have loaded what they need."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", BY_HAND, str(planned), str(number), str(CORES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(CORES)
+    ]
+    for worker in workers:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+
+    def run() -> None:
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        counts = [int(worker.stdout.readline()) for worker in workers if worker.stdout is not None]
+        _check(sum(counts), expected)
+
+    took = seconds(run)
+    for worker in workers:
+        worker.communicate()
+    return took
+
+
+def _check(found: int, expected: int) -> None:
+    if found != expected:
+        raise AssertionError(f"{found} rows instead of {expected}")
+
+
+def _fill(store: quire.Store, database: str, rows: int) -> None:
+    with closing(store.sqlite(database, create=True)) as connection, connection:
+        connection.execute(MAKE)
+        connection.execute(FILL, (rows,))
+
+
+def _change(store: quire.Store, database: str, first: int, count: int) -> None:
+    with closing(store.sqlite(database)) as connection, connection:
+        connection.execute("update orders set price = -1 where id between ? and ?", (first, first + count - 1))
+
+
+PARTS = (neighbouring_rows, many_databases)
