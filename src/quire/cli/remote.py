@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "stores": ("create", "drop", "rename"),
-    "snapshots": ("create", "drop", "fork", "rollback"),
+    "snapshots": ("create", "drop", "fork", "rollback", "diff"),
     "retention": ("set_", "clear", "apply"),
     "checkpoint": ("checkpoint", "merge", "evict", "hydrate", "restore"),
     "verify": ("verify",),

@@ -227,16 +227,24 @@ class DiffSide:
 def diff(
     cli: Cli,
     database: Database,
-    before: Annotated[str, Argument(metavar="A", help="A snapshot's name or id, or `now`.")],
+    before: Annotated[str, Argument(metavar="A", help="A snapshot's name or id, or `now`; with --rows also a time.")],
     after: Annotated[str, Argument(metavar="[B]", help="As A.", show_default=f"default: {NOW}")] = NOW,
     of: Annotated[str, Option("--of", metavar="OTHERDB", help="B is a version of this database, such as a fork.")] = "",
-    limit: Annotated[int, Option(min=0, metavar="N", help="Slots to list; 0 for all.")] = 20,
+    rows: Annotated[bool, Option("--rows", help="Compare the rows of all tables.")] = False,
+    table: Annotated[list[str] | None, Option("--table", metavar="TABLE", help="Only this table; repeatable.")] = None,
+    limit: Annotated[int, Option(min=0, metavar="N", help="Slots to list, or rows of each table; 0 for all.")] = 20,
 ) -> Report:
     """Show what differs between two versions.
 
     Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share what is equal. For a
     database that is being written, `now` is the last sealed WAL segment, at most a minute old.
+
+    With --rows it reads the tables where pages differ, and shows the rows that were inserted (+), deleted (-) and updated (~).
     """
+    if rows or table:
+        from quire.cli.row_diff import row_diff  # loads SQLite and Arrow
+
+        return row_diff(cli, (database, before), (of or database, after), table or [], limit)
     with cli.reader() as manifest:
         first = _version(manifest, database, before)
         second = _version(manifest, of or database, after)

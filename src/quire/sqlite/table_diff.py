@@ -1,0 +1,91 @@
+"""What differs between two versions of a database, table by table, for people: counts of all rows, and the first of them.
+
+Which rows differ says `row_changes.py`. Threads: one at a time on a connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import apsw
+
+from quire.core.errors import InvalidInput
+from quire.sqlite.row_changes import DELETE, INSERT, UPDATE, Version, changed_rows, find_candidates
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRow:
+    """A row that differs: `before` is None for a row that was inserted, `after` for one that was deleted."""
+
+    key: Any
+    """The rowid, or the values of the primary key."""
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class TableDiff:
+    """What differs in a table."""
+
+    table: str
+    only: str = ""
+    """The version that alone has the table: before or after."""
+    altered: bool = False
+    """Whether it was declared otherwise."""
+    inserted: int = 0
+    updated: int = 0
+    deleted: int = 0
+    rows: list[ChangedRow] = field(default_factory=list)
+    """The first ones."""
+    error: str = ""
+    """Why its rows were not compared."""
+
+    @property
+    def changes(self) -> int:
+        return self.inserted + self.updated + self.deleted
+
+
+def table_names(connection: apsw.Connection) -> set[str]:
+    """The tables that people have made: no views, and no tables that belong to SQLite or to a virtual table."""
+    rows = connection.execute("SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'table'")
+    return {str(name) for (name,) in rows if not str(name).startswith("sqlite_")}
+
+
+def diff_tables(
+    before: Version,
+    after: Version,
+    names: Collection[str],
+    changed: Callable[[], Collection[int]],
+    *,
+    limit: int | None,
+) -> Iterator[TableDiff]:
+    """What differs in these tables, one after another, those that do not left out. `changed` gives the pages that may differ,
+    by SQLite's numbers; `limit`: how many rows of a table are kept."""
+    for name in sorted(names, key=str.lower):
+        diff = TableDiff(name)
+        try:
+            _compare(diff, before, after, changed, limit)
+        except InvalidInput as error:
+            diff.error = error.what
+        if diff.changes or diff.only or diff.altered or diff.error:
+            yield diff
+
+
+def _compare(
+    diff: TableDiff, before: Version, after: Version, changed: Callable[[], Collection[int]], limit: int | None
+) -> None:
+    old, new, candidates = find_candidates(before, after, diff.table, changed)
+    if old is None or new is None:
+        diff.only = "after" if old is None else "before"
+    diff.altered = candidates.whole == "altered"
+    columns = [column.name for table in (new, old) if table is not None for column in table.columns]
+    columns = list({name.lower(): name for name in reversed(columns)}.values())[::-1]  # of both versions, each once
+    for change in changed_rows(before, after, (old, new), columns, candidates):
+        if limit is None or len(diff.rows) < limit:
+            rows = (None if row is None else dict(zip(columns, row)) for row in (change.before, change.after))
+            diff.rows.append(ChangedRow(change.key, *rows))
+        diff.inserted += change.op == INSERT
+        diff.updated += change.op == UPDATE
+        diff.deleted += change.op == DELETE
