@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from quire.core.settings import (
         ArchiveSettings,
         FeedSettings,
+        FollowSettings,
         LsmSettings,
         MaintenanceSettings,
         ManifestLogSettings,
@@ -132,6 +133,7 @@ __all__ = [
     "DrillRecord",
     "EpochLost",
     "FeedSettings",
+    "FollowSettings",
     "ForeignObject",
     "FormatTooNew",
     "IllegalTransition",
@@ -223,6 +225,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "ArchiveStatus": "quire.archive.status",
         "DrillRecord": "quire.archive.status",
         "FeedSettings": "quire.core.settings",
+        "FollowSettings": "quire.core.settings",
         "LsmSettings": "quire.core.settings",
         "MaintenanceSettings": "quire.core.settings",
         "ManifestLogSettings": "quire.core.settings",

@@ -53,7 +53,7 @@ IN_ORDER = (
     "archive off",
     "restore-store",
     "namespace create", "namespace ls", "namespace drop", "token create",
-    "snapshot drop", "db set", "db set-status", "drop", "rename", "serve", "tour", "completion",
+    "snapshot drop", "db set", "db set-status", "drop", "undrop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
 """What a person would do in a new store."""
 

@@ -33,8 +33,8 @@ NAMES = [" ".join(words) for words in COMMANDS]
 
 def test_the_commands_are_these() -> None:
     assert NAMES == [
-        "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "rollback", "checkpoint", "merge", "evict",
-        "hydrate", "restore", "backup", "restore-db", "verify", "stats", "metrics", "gc", "audit", "restore-store",
+        "init", "ls", "info", "create", "drop", "undrop", "rename", "tree", "why", "fork", "rollback", "checkpoint", "merge",
+        "evict", "hydrate", "restore", "backup", "restore-db", "verify", "stats", "metrics", "gc", "audit", "restore-store",
         "standby", "promote", "clone", "takeover", "serve", "token create", "doctor", "tour", "completion",
         "db set-status", "db set",
         "snapshot create", "snapshot ls", "snapshot show", "snapshot drop", "snapshot diff", "sqlite import",

@@ -325,6 +325,28 @@ def test_a_rollback_says_how_to_undo_it(run: Run, shop: Path) -> None:
     assert "rolled back; before it" in run("audit", "shop").out
 
 
+def test_what_was_dropped_is_listed_brought_back_and_freed(run: Run, shop: Path) -> None:
+    data = run("drop", "shop", "--snapshots", "--yes", "--json").data
+    assert data["until_ms"] > 0
+    assert [info["name"] for info in run("ls", "--json").data] == ["clicks"]
+    (gone,) = run("ls", "--dropped", "--json").data
+    assert (gone["name"], gone["snapshots"], gone["size_bytes"] > 0) == ("shop", 1, True)
+    assert "quire undrop NAME" in run("ls", "--dropped").out
+    assert "can be brought back for a day" in run("why", "shop").out
+    assert "shop (dropped)" in run("stats").out
+    assert run("undrop", "shop").out == "shop is back, with 1 snapshot\n"
+    assert first_byte(shop, "shop") == b"b"
+    run("drop", "shop", "--snapshots", "--yes")
+    run("create", "shop")
+    assert run("undrop", "shop").code == 4
+    assert run("undrop", "shop", "--as", "old").out.startswith("old is back")
+    assert run("drop", "old", "--snapshots", "--yes").code == 0
+    assert "cannot be brought back" in run("drop", "old", "--now", "--yes").out
+    assert "no dropped databases" in run("ls", "--dropped").out
+    assert "quire ls --dropped" in run("undrop", "old").err
+    assert run("drop", "shop", "--now", "--yes").out == "dropped shop\n"
+
+
 def test_a_key_value_database_is_forked_at_snapshots_only(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.create("sessions", "lsm")

@@ -39,6 +39,8 @@ from quire.manifest.ops.databases import (
     ReserveGeneration,
     SetDbOptions,
     SetRetention,
+    SoftDropDb,
+    UndropDb,
     UpdateDbStatus,
 )
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
@@ -91,9 +93,9 @@ class BatchMaker:
     """Makes random batches over a small world: a handful of names, slots, segments and jobs, so that they collide."""
 
     STORIES = (
-        "register", "rename", "rollback", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
-        "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
-        "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file", "clamp", "reserve", "verified",
+        "register", "rename", "rollback", "status", "retention", "prune_audit", "drop", "undrop", "remove", "namespace",
+        "checkpoint", "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect",
+        "enqueue", "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file", "clamp", "reserve", "verified",
         "mirror",
     )  # fmt: skip
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
@@ -170,6 +172,12 @@ class BatchMaker:
         db_id = self._db(txn)
         held: list[Op] = [DropSnapshot(*key) for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)]
         return [*(held if self._chance(2) else []), DropDb(db_id)]
+
+    def undrop(self, txn: ReadTxn) -> list[Op]:
+        dropped = [db_id for db_id, record in txn.databases() if record.former_name]
+        if dropped and self._chance(2):
+            return [UndropDb(self._any(dropped) or 0, self.rng.choice(("", *self.NAMES)))]
+        return [DropDb(self._db(txn), only_dropped=True)] if self._chance(3) else [SoftDropDb(self._db(txn))]
 
     def remove(self, txn: ReadTxn) -> list[Op]:
         dropped = [db_id for db_id, record in txn.databases() if record.status is r.DbStatus.TOMBSTONED]

@@ -60,6 +60,8 @@ from quire.manifest.ops.databases import (
     SetDbOptions,
     SetDbPageSize,
     SetRetention,
+    SoftDropDb,
+    UndropDb,
     UpdateDbStatus,
 )
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
@@ -234,6 +236,8 @@ def story() -> Iterator[Op]:
     yield from (ReserveIds(Counter.JOB, 5), ReserveIds(Counter.CURSOR, 9))
     yield from (RegisterDb(n, DbRecord(f"ash-{n}", DbKind.PAGES, 0, namespace_id=2 * n - 1)) for n in (1, 2))
     yield from (UpdateDbStatus(1, DbStatus.READ_ONLY), UpdateDbStatus(1, DbStatus.ACTIVE), RenameDb(1, "oak"))
+    yield FollowSqliteFile(2, "/srv/app.db", 250)
+    yield from (SoftDropDb(2), UndropDb(2, "elm"), RenameDb(2, "ash-2"))
     yield RecordRollback(1, to_lsn=1, to_ms=2, lsn=9, before_lsn=8, snapshot="s", changed_pages=3)
     yield from (SetDbPageSize(1, 4096, 16384, b""), SetRetention(1, RetentionRecord(keep_last=3)))
     yield from (ReserveGeneration(1, generation) for generation in (1, 2, 3, 4))

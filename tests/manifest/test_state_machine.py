@@ -18,7 +18,7 @@ from quire.core.errors import AlreadyExists, InternalError, NameTaken, StoreUnus
 from quire.manifest import tables as t
 from quire.manifest.guard import Receipt
 from quire.manifest.ops.base import Op
-from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
+from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, SoftDropDb, UndropDb, hidden_name
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import ForkDb
 from quire.manifest.records import DbKind
@@ -40,6 +40,7 @@ class ManifestMachine(RuleBasedStateMachine):
         self.manifest = ManifestStore.open(self.path)
         hold_feed(self.manifest)
         self.names: dict[str, int] = {}
+        self.former: dict[int, str] = {}
         self.acknowledged: list[int] = []
         self.handed_out: set[int] = set()
         self.answers: dict[bytes, Receipt] = {}
@@ -57,6 +58,13 @@ class ManifestMachine(RuleBasedStateMachine):
                 case RenameDb(db_id=db_id, name=name):
                     self.forget(db_id)
                     self.names[name] = db_id
+                case SoftDropDb(db_id=db_id):
+                    self.former[db_id] = next(name for name, holder in self.names.items() if holder == db_id)
+                    self.forget(db_id)
+                    self.names[hidden_name(db_id)] = db_id
+                case UndropDb(db_id=db_id, name=name):
+                    self.forget(db_id)
+                    self.names[name or self.former[db_id]] = db_id
                 case DropDb(db_id=db_id):
                     self.forget(db_id)
 

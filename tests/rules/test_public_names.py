@@ -26,6 +26,7 @@ FUNCTIONS_AND_CLASSES = [
     "DbKind",
     "DrillRecord",
     "FeedSettings",
+    "FollowSettings",
     "JobKind",
     "JobState",
     "Kv",

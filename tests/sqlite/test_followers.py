@@ -139,3 +139,61 @@ def published(path: Path) -> int:
     with quire.open(path, mode="r") as reader, reader.sqlite("site") as db:
         count = db.execute("select count(*) from t").get
     return int(count)
+
+
+def looked(store: Store, name: str) -> bool:
+    done = store.followers.file(name).done
+    return done is not None and done.lsn > 0
+
+
+def configured(*entries: quire.FollowSettings) -> quire.StoreSettings:
+    return quire.StoreSettings(follow=entries)
+
+
+def test_files_of_quire_toml_are_followed_with_snapshots_forks_and_retention(
+    path: Path, tmp_path: Path, app: sqlite3.Connection
+) -> None:
+    settings = configured(
+        quire.FollowSettings(file="../app.db", database="shop", interval_seconds=0.01),
+        quire.FollowSettings(file=str(tmp_path / "later.db"), interval_seconds=0.01),
+        quire.FollowSettings(file="../app.db", database="clicks"),
+    )
+    with quire.open(path, settings=settings) as store:
+        store.create("clicks", "stream")
+        kept = store.followers.resume()
+        assert [(file.database, file.configured, file.running) for file in kept] == [
+            ("later", True, True),
+            ("shop", True, True),
+        ], "what cannot be followed does not keep the others back"
+        count = partial(rows, store, "shop")
+        assert eventually(lambda: looked(store, "shop"))
+        assert count() == 1
+        store.manifest.retention.set("shop", quire.RetentionRecord(keep_last=1, keep_named=False))
+        store.snapshot("shop", "monday")
+        store.fork("shop", "trial")
+        app.execute("insert into t values(2)")
+        assert eventually(partial(has, 2, count))
+        store.snapshot("shop", "tuesday")
+        store.maintain()
+        assert [snapshot.name for snapshot in store.manifest.snapshots.of("shop")] == ["tuesday"]
+        app.execute("insert into t values(3)")
+        assert eventually(partial(has, 3, count))
+        assert rows(store, "trial") == 1
+        with closing(sqlite3.connect(tmp_path / "later.db")) as later:
+            later.executescript("create table t(x); insert into t values (1)")
+        assert eventually(lambda: looked(store, "later"))
+        assert eventually(partial(has, 1, partial(rows, store, "later")))
+        with pytest.raises(Conflict, match=r"quire\.toml"):
+            store.followers.stop("shop")
+    with quire.open(path, settings=configured(settings.follow[1])) as store:
+        assert [file.database for file in store.followers.resume()] == ["later"], (
+            "what is taken out there is followed no more"
+        )
+        assert store.database("shop").follows == ""
+
+
+def test_a_follow_block_that_makes_no_sense_is_refused(path: Path) -> None:
+    path.mkdir()
+    (path / "quire.toml").write_text('[[follow]]\nfile = ""\n', "utf-8")
+    with pytest.raises(quire.InvalidConfig, match=r"follow\.file"):
+        quire.open(path)

@@ -103,7 +103,7 @@ def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
         if word == "CURSOR":
             yield from sorted(row.name for _, row in txn.scan(t.CHANGE_CURSORS) if row.name)
             return
-        live = {db_id: record for db_id, record in txn.databases() if record.status.name != "TOMBSTONED"}
+        live = {db_id: record for db_id, record in txn.databases() if not record.is_dropped}
         if word not in SNAPSHOTS:
             kind = "STREAM" if word == "STREAM" else KINDS.get(ctx.command_path.split()[1], "")
             yield from sorted(record.name for record in live.values() if kind in ("", record.kind.name))

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "info": ("stores", "Show a summary of a store."),
     "create": ("stores", "Create a database."),
     "drop": ("stores", "Drop a database."),
+    "undrop": ("stores", "Bring a dropped database back."),
     "rename": ("stores", "Rename a database."),
     "tree": ("tree", "Show database lineage: databases, snapshots and forks."),
     "why": ("why", "Explain why data is retained and how to free it."),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from quire.store.store import Store
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
-    "stores": ("create", "drop", "rename"),
+    "stores": ("create", "drop", "undrop", "rename"),
     "snapshots": ("create", "drop", "fork", "rollback", "diff"),
     "retention": ("set_", "clear", "apply"),
     "checkpoint": ("checkpoint", "merge", "evict", "hydrate", "restore"),

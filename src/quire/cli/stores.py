@@ -13,7 +13,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import article, count_of, moment, size, tags_text
 from quire.cli.lookup import Database, Yes, tags_of
 from quire.cli.output import Facts, Listing, Note, Row
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
 from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
@@ -23,7 +23,9 @@ from quire.store.info import StoreReader
 from quire.store.layout import DirectoryState, check_objects_url, look
 
 if TYPE_CHECKING:
-    from quire.service.values import DatabaseInfo, StoreInfo
+    from quire.service.client import Client
+    from quire.service.values import DatabaseInfo, DroppedDatabase, StoreInfo
+    from quire.store.store import Store
 
 LISTED = 1_000
 """Databases that are listed unless somebody asks for more: a terminal shows no more of use."""
@@ -72,10 +74,13 @@ def ls(
         int, Option("--limit", "-n", help="At most so many; 0: all.", show_default="1000, with --json all")
     ] = -1,
     after: Annotated[str, Option("--after", metavar="NAME", help="Begin behind this name.")] = "",
+    dropped: Annotated[bool, Option("--dropped", help="Those that `quire undrop` can bring back.")] = False,
 ) -> Listing:
     """List the databases of a store, by name."""
     most = limit if limit >= 0 else 0 if cli.as_json else LISTED
     with StoreReader(cli.path) as store:
+        if dropped:
+            return _dropped(store.dropped())
         databases = store.databases(
             prefix=prefix, kind=kind, tag=tag, sort=sort, limit=most + 1 if most else 0, after=after
         )
@@ -95,6 +100,26 @@ def ls(
 def _more(last: str, sort: str) -> str:
     more = f"`--after {shlex.quote(last)}` continues, " if sort == "name" else ""
     return f"there are more: {more}`--limit 0` lists all"
+
+
+def _dropped(databases: list[DroppedDatabase]) -> Listing:
+    def cells(info: DroppedDatabase) -> list[str]:
+        moments = moment(info.dropped_at_ms), moment(info.until_ms)
+        return [
+            f"#{info.db_id}",
+            info.name,
+            info.kind.name.lower(),
+            *moments,
+            str(info.snapshots),
+            size(info.size_bytes),
+        ]
+
+    return Listing(
+        columns=["id", "name", "kind", "dropped", "can be brought back until", ">snapshots", ">size"],
+        rows=[Row(cells(info), info) for info in databases],
+        empty="no dropped databases",
+        closing="`quire undrop NAME` brings one back, `quire drop NAME --now` frees its space." if databases else "",
+    )
 
 
 def _cells(info: DatabaseInfo) -> list[str]:
@@ -179,18 +204,55 @@ def drop(
     cli: Cli,
     name: Name,
     snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots as well.")] = False,
+    now: Annotated[bool, Option("--now", help="For good: also one that was dropped before.")] = False,
     yes: Yes = False,
 ) -> Note:
-    """Drop a database. Its name is free at once; its space is freed when nothing else refers to it."""
+    """Drop a database. Its name is free at once; `quire undrop` brings it back for a day.
+
+    Its space is freed after that day (maintenance.undrop_seconds), with --now at once, when nothing else refers to it.
+    """
     with cli.keeper() as store:
-        info = store.database(name)
+        try:
+            info = store.database(name)
+        except UnknownDatabase:
+            if not now or not any(name in (gone.name, f"#{gone.db_id}") for gone in store.dropped()):
+                raise
+            return _purge(store, name, yes)
         if not yes:
             also = f" with {count_of(info.snapshots, 'snapshot')}" if snapshots and info.snapshots else ""
             question = f"drop {info.kind.name.lower()} database {name}{also}?"
             confirm(question, "nothing was dropped", {"dropped": None})
-        dropped = store.drop(name, snapshots=snapshots)
+        dropped = store.drop(name, snapshots=snapshots, undoable=not now)
+        kept = [gone for gone in store.dropped() if gone.db_id == info.db_id]
     left = replace(dropped, status=DbStatus.TOMBSTONED, snapshots=0)  # a database goes with all of its snapshots
-    return Note(text=f"dropped {name}", data={"dropped": left})
+    back = f"; `quire undrop {shlex.quote(name)}` brings it back until {moment(kept[0].until_ms)}" if kept else ""
+    return Note(text=f"dropped {name}{back}", data={"dropped": left, "until_ms": kept[0].until_ms if kept else None})
+
+
+def _purge(store: Store | Client, name: str, yes: bool) -> Note:
+    """End a database that was dropped before."""
+    if not yes:
+        confirm(f"free the space of {name}, which was dropped?", "nothing was dropped", {"dropped": None})
+    gone = store.purge(name)
+    text = (
+        f"{gone.name} (id {gone.db_id}) cannot be brought back any more; its space is freed when nothing refers to it"
+    )
+    return Note(text=text, data={"dropped": gone, "until_ms": None})
+
+
+@command("undrop", example="quire undrop shop")
+def undrop(
+    cli: Cli,
+    name: Annotated[str, Argument(metavar="NAME", help="What it was called, or its id (#7).")],
+    new: Annotated[str, Option("--as", metavar="NEW", help="Another name.", show_default="its former name")] = "",
+) -> Note:
+    """Bring a dropped database back.
+
+    It comes back as it was, with its snapshots. Of several with this name the last one; `quire ls --dropped` lists them.
+    """
+    with cli.keeper() as store:
+        back = store.undrop(name, new_name=new)
+    return Note(text=f"{back.name} is back, with {count_of(back.snapshots, 'snapshot')}", data=back)
 
 
 @command("rename", example="quire rename shop store")

@@ -102,6 +102,8 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     evict_seconds: float = 0.0
     """Copies that only snapshots and readers of chunks need leave the disk for the object store when they are this old: WAL
     segments since they were sealed, what was hydrated since it was fetched (at most `jobs_keep_seconds`); 0: never."""
+    undrop_seconds: float = 86_400.0
+    """How long a database that a person has dropped can be brought back (`quire undrop`); 0: not at all."""
     delete_grace_seconds: float = 60.0
     """Bytes stay this long after their last reference went (M8)."""
     jobs_keep_seconds: float = 7 * 86_400.0
@@ -117,6 +119,7 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         _require(self.merge_ratio > 0, "maintenance.merge_ratio must be positive")
         _require(self.time_travel_seconds >= 0, "maintenance.time_travel_seconds must not be negative")
         _require(self.evict_seconds >= 0, "maintenance.evict_seconds must not be negative")
+        _require(self.undrop_seconds >= 0, "maintenance.undrop_seconds must not be negative")
         _require(self.delete_grace_seconds >= 0, "maintenance.delete_grace_seconds must not be negative")
         _require(self.jobs_keep_seconds >= 0, "maintenance.jobs_keep_seconds must not be negative")
         _require(self.audit_seconds >= 0, "maintenance.audit_seconds must not be negative")
@@ -485,6 +488,21 @@ class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class FollowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A SQLite file of another program that `quire serve` follows."""
+
+    file: str
+    """Its path; a relative one is relative to the store."""
+    database: str = ""
+    """The database that it becomes; empty: as the file is called, without `.db`."""
+    interval_seconds: float = 0.25
+    """Between two looks at the file."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.file), "follow.file must be a path")
+        _require(0.01 <= self.interval_seconds <= 3_600, "follow.interval_seconds lies in [0.01, 3600]")
+
+
 class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything in quire.toml."""
 
@@ -505,6 +523,8 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the object store is reached."""
     namespaces: dict[str, ObjectSettings] = {}
     """How a namespace of this name is reached; one that is not here, as `objects` says if its URL has the same scheme."""
+    follow: tuple[FollowSettings, ...] = ()
+    """SQLite files of other programs that `quire serve` follows: `[[follow]]` in quire.toml."""
 
     def __post_init__(self) -> None:
         _require(4 <= self.open_files_max <= 65_536, "open_files_max lies in [4, 65536]")
@@ -567,6 +587,7 @@ object_store = "{object_store}"
 # runner = "auto"              # who does the heavy part of jobs: threads, spark, or auto by their size
 # time_travel_seconds = 0.0    # how far back every version of a page database can be opened
 # evict_seconds = 0.0          # copies that only snapshots need leave the disk for the object store at this age; 0: never
+# undrop_seconds = 86400.0     # a dropped database can be brought back for so long
 # delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
 
 [pages]
@@ -589,4 +610,9 @@ object_store = "{object_store}"
 # warm_bytes = 4294967296      # … and compressed ones, before they are evicted
 # upload = true                # to the object store, in the background
 # retain_seconds = 0.0         # older records go; 0: they stay
+
+# SQLite files of other programs that `quire serve` follows, each in a block of its own:
+# [[follow]]
+# file = "/srv/app/app.db"
+# database = "app"
 """

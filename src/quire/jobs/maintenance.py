@@ -19,12 +19,14 @@ from dataclasses import dataclass, fields
 from itertools import chain, islice
 
 from quire.core.errors import (
+    Conflict,
     JobAlreadyPending,
     ManifestDamaged,
     NameTaken,
     QuireError,
     StoreClosed,
     StoreUnusable,
+    UnknownDatabase,
     WouldDropEverything,
 )
 from quire.core.events import emit
@@ -89,6 +91,7 @@ class Round:
     moves: int = 0
     trimmed: int = 0
     collected: int = 0
+    purged: int = 0
 
     @property
     def total(self) -> int:
@@ -209,7 +212,10 @@ class Upkeep:
         manifest = self._ctx.manifest
         with manifest.read() as txn:
             db_ids = list(self._scheduling.step(txn, whole=everything))
+            dropped = {db_id for db_id, _ in txn.dropped()}
         for db_id, policy in manifest.retention.policies(db_ids):
+            if db_id in dropped:
+                continue
             for schedule, name in scheduled(policy, now_ms=self._ctx.clock.now_ms()):
                 if self._made.get((db_id, schedule)) == name:
                     continue
@@ -235,6 +241,8 @@ class Upkeep:
         manifest = self._ctx.manifest
         with manifest.read() as txn:
             refused = txn.refused_databases()
+            # What can be brought back comes back with its snapshots, as they were.
+            refused = refused | {db_id for db_id, _ in txn.dropped()}
             due = (db_id for db_id in self._retaining.step(txn, whole=everything) if self._may_drop(txn, db_id))
             db_ids = list(islice(due, None if everything else PLANNED_PER_ROUND))
         for db_id in sorted(set(db_ids) - refused):
@@ -375,8 +383,17 @@ class Upkeep:
             done.moves += apply_policy(manifest, db_id, before)
 
     def _tombstones(self, done: Round, everything: bool) -> None:
-        """Dropped databases that nothing holds any more: their delete jobs remove what is left of them."""
+        """Dropped databases whose time to be brought back is over, and those that nothing holds any more: their delete jobs
+        remove what is left of them."""
         manifest = self._ctx.manifest
+        before_ms = self._ctx.clock.now_ms() - int(self._ctx.settings.undrop_seconds * 1000)
+        with manifest.read() as txn:
+            kept, refused = list(txn.dropped()), txn.refused_databases()
+        for db_id, record in kept:
+            if record.dropped_at_ms <= before_ms and db_id not in refused:
+                with suppress(Conflict, UnknownDatabase):  # a person was quicker
+                    manifest.drop_db(db_id, snapshots=True, only_dropped=True).result()
+                    done.purged += 1
         with manifest.read() as txn:
             dropped = {
                 db_id

@@ -121,6 +121,8 @@ TOUCHES: dict[type[Op], Touches] = {
         databases=_fields("db_id", "record.parent_db_id"),
     ),
     databases.UpdateDbStatus: _touches(t.DB, databases=_DB),
+    databases.SoftDropDb: _touches(t.DB, t.DB_NAMES, t.FOLLOWED_FILES, t.AUDIT, databases=_DB),
+    databases.UndropDb: _touches(t.DB, t.DB_NAMES, t.AUDIT, databases=_DB),
     databases.RecordRollback: _touches(t.AUDIT, databases=_DB),
     databases.SetDbOptions: _touches(t.DB, databases=_DB),
     databases.RenameDb: _touches(t.DB, t.DB_NAMES, databases=_DB),

@@ -44,6 +44,7 @@ from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
 from quire.manifest.ops.base import LOCAL_COUNTERS, Component
 from quire.manifest.records import (
+    HIDDEN,
     AuditAction,
     DbKind,
     DbRecord,
@@ -326,9 +327,29 @@ class ReadTxn:
         damaged = stored - intact | self.refused_databases() - {0}  # 0: a namespace, not a database
         return {db_id: self.indexed_name(db_id) for db_id in sorted(damaged)}
 
+    def dropped_id(self, name: str | int) -> int:
+        """The id of a dropped database that can be brought back: the last one that had this name, or by its id (7, #7); 0 if
+        there is none."""
+        digits = name[1:] if isinstance(name, str) and name.startswith("#") else ""
+        wanted = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 10 else name
+        rows = (
+            (record.dropped_at_ms, db_id) for db_id, record in self.dropped() if wanted in (db_id, record.former_name)
+        )
+        return max(rows, default=(0, 0))[1]
+
+    def dropped(self) -> Iterator[tuple[int, DbRecord]]:
+        """(id, record) of the dropped databases that can be brought back: found by their hidden names."""
+        for key, raw in self.raw_scan(t.DB_NAMES, start=(HIDDEN,)):
+            if not key.startswith(HIDDEN.encode()):
+                return
+            with suppress(ManifestDamaged):  # `quire manifest check` reports it
+                db_id = t.DB_NAMES.rows.decode(key, raw).value
+                if (record := self.database(db_id)) is not None and record.former_name:
+                    yield db_id, record
+
     def database_names(self) -> dict[int, str]:
         """Id → name of every database, dropped ones included until nothing of them is left."""
-        names = {db_id: record.name for db_id, record in self.databases()}
+        names = {db_id: record.title for db_id, record in self.databases()}
         if len(names) == self.count(t.DB) and not self._env.refused:
             return names
         return self.damaged_databases() | names

@@ -42,6 +42,10 @@ class Compression(IntEnum):
     ZSTD = 1
 
 
+HIDDEN = "/dropped/"
+"""What the names of databases begin with that were dropped and can be brought back. Nobody can give such a name."""
+
+
 class DbRecord(Record, frozen=True):
     """Identity, fixed configuration and per-database high-water marks (M5)."""
 
@@ -63,6 +67,18 @@ class DbRecord(Record, frozen=True):
     dropped_at_ms: UInt = 0
     tags: dict[str, str] = {}
     snapshot_range: UInt = 0  # first number of the store's range (A10) in which the last snapshot was made
+    former_name: str = ""  # of a database that was dropped and can be brought back: `name` is then a hidden one
+    former_status: DbStatus = DbStatus.ACTIVE
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether people have dropped it; `former_name` says that it can be brought back."""
+        return self.status is DbStatus.TOMBSTONED or bool(self.former_name)
+
+    @property
+    def title(self) -> str:
+        """What people call it, or called it."""
+        return self.former_name or self.name
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -427,6 +443,8 @@ class FollowedFileRecord(Record, frozen=True):
     interval_ms: UInt
     """Between two looks."""
     since_ms: UInt
+    configured: bool = False
+    """By quire.toml: it goes when it is taken out there."""
 
 
 # ── mirrors ───────────────────────────────────────────────────────────────────────────────────────────────────────────

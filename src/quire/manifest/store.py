@@ -25,7 +25,7 @@ import lmdb
 
 from quire.core.barrier import Barrier, changes
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly
+from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, StillReferenced, UnknownDatabase
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import ManifestSettings
 from quire.durable.names import check_name
@@ -39,7 +39,15 @@ from quire.manifest.jobqueue import JobQueue
 from quire.manifest.leases import VersionLeases
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.ops.base import Counter, ReserveIds
-from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
+from quire.manifest.ops.databases import (
+    DropDb,
+    RegisterDb,
+    RenameDb,
+    ReserveGeneration,
+    SoftDropDb,
+    UndropDb,
+    UpdateDbStatus,
+)
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.ownership import close_broken, next_ids, own
@@ -299,7 +307,7 @@ class ManifestStore:
         """Give a database another name."""
         return self.submit([RenameDb(db_id, name)])
 
-    def drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
+    def drop_db(self, db_id: int, *, snapshots: bool = False, only_dropped: bool = False) -> ManifestGuard:
         """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
@@ -309,7 +317,33 @@ class ManifestStore:
             origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
         origins |= self.snapshots.origins(db_id, held)
         drops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
-        return self.submit([*drops, DropDb(db_id), *self.jobs.deletions(origins)])
+        return self.submit([*drops, DropDb(db_id, only_dropped), *self.jobs.deletions(origins)])
+
+    def soft_drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
+        """Drop a database so that `undrop_db` can bring it back; one that has snapshots only if `snapshots` says so."""
+        with self.read() as txn:
+            held = [key[1] for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id) if WINDOW_TAG not in row.tags]
+            record = txn.database(db_id)
+        if held and not snapshots:
+            raise StillReferenced(
+                "the database has snapshots",
+                hint="drop them first, or drop it with them: `--snapshots`, over HTTP `?snapshots=true`",
+                database=record.name if record is not None else "",
+            )
+        return self.submit([SoftDropDb(db_id)])
+
+    def undrop_db(self, db_id: int, name: str = "") -> ManifestGuard:
+        """Bring a database back, under its former name or another."""
+        return self.submit([UndropDb(db_id, name)])
+
+    def find_dropped(self, name: str | int) -> int:
+        """The id of a dropped database that can be brought back: the last one that had this name, or by its id (#7)."""
+        with self.read() as txn:
+            db_id = txn.dropped_id(name)
+        if not db_id:
+            hint = "`quire ls --dropped` lists those that can be brought back"
+            raise UnknownDatabase("no dropped database has this name", hint=hint, name=str(name))
+        return db_id
 
     @changes
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "", name: str = "") -> int:

@@ -38,6 +38,9 @@ class Writability:
             record = txn.database(self._db_id)
         if record is None or record.status is DbStatus.TOMBSTONED:
             raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=self._db_id)
+        if record.former_name:
+            hint = f"`quire undrop {record.former_name}` brings it back"
+            raise DatabaseTombstoned("the database was dropped", hint=hint, database=record.former_name)
         if record.status is DbStatus.READ_ONLY:
             hint = f"`quire db set-status {record.name} active` lets it be written again"
             raise ReadOnly("the database is read-only", hint=hint, database=record.name)

@@ -24,15 +24,14 @@ from pyroaring import BitMap
 from quire.core.clock import Clock
 from quire.core.errors import (
     Corruption,
-    DatabaseTombstoned,
     EpochLost,
     InvalidInput,
     OutOfRange,
-    ReadOnly,
     SnapshotGone,
     StoreClosed,
     TimedOut,
 )
+from quire.manifest.records import DbStatus
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
 from quire.pages.changes import changed_pages
@@ -148,14 +147,10 @@ class PageStore:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the manifest says that the database is gone."""
-        try:
-            self._writable.require()
-        except DatabaseTombstoned:
-            return True
-        except ReadOnly:
-            return False
-        return False
+        """Whether the manifest says that the database is gone: one that can be brought back is not."""
+        with self._manifest.read() as txn:
+            record = txn.database(self.db_id)
+        return record is None or record.status is DbStatus.TOMBSTONED
 
     @property
     def is_busy(self) -> bool:

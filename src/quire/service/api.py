@@ -10,7 +10,7 @@ from quire.core.settings import StoreSettings
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.service.grants import Grant
-from quire.service.values import DatabaseFilterOptions, DatabaseInfo, StoreInfo
+from quire.service.values import DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -58,7 +58,13 @@ class StoreApi(Protocol):
         self, name: str, kind: str, *, tags: dict[str, str] | None = None, namespace: str = ""
     ) -> DatabaseInfo: ...
 
-    def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo: ...
+    def drop(self, name: str, *, snapshots: bool = False, undoable: bool = False) -> DatabaseInfo: ...
+
+    def undrop(self, name: str | int, *, new_name: str = "") -> DatabaseInfo: ...
+
+    def purge(self, name: str | int) -> DroppedDatabase: ...
+
+    def dropped(self) -> list[DroppedDatabase]: ...
 
     def rename(self, old: str, new: str) -> DatabaseInfo: ...
 

@@ -53,7 +53,7 @@ from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, where_owner_listens
 from quire.service.sql_actions import OpenSql
 from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode
-from quire.service.values import DatabaseFilterOptions, DatabaseInfo, Hello, StoreInfo
+from quire.service.values import DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
 from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
 if TYPE_CHECKING:
@@ -152,9 +152,24 @@ class Client:
         kind_name = kind.name.lower() if isinstance(kind, DbKind) else kind
         return self._channel.call("create", m.Create(name, kind_name, tags or {}, namespace))
 
-    def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
-        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
-        return self._channel.call("drop", m.Drop(name, snapshots))
+    def drop(self, name: str, *, snapshots: bool = False, undoable: bool = False) -> DatabaseInfo:
+        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so.
+
+        With `undoable` it keeps its space, and `undrop` brings it back, for a day (`maintenance.undrop_seconds`).
+        """
+        return self._channel.call("drop", m.Drop(name, snapshots, undoable))
+
+    def undrop(self, name: str | int, *, new_name: str = "") -> DatabaseInfo:
+        """Bring a database back that was dropped: the last one of this name, or by its id."""
+        return self._channel.call("undrop", m.Undrop(name, new_name))
+
+    def purge(self, name: str | int) -> DroppedDatabase:
+        """End a dropped database that could be brought back; as it was."""
+        return self._channel.call("purge", m.OfDropped(name))
+
+    def dropped(self) -> list[DroppedDatabase]:
+        """The dropped databases that can be brought back, the last one first."""
+        return self._channel.call("dropped", m.Nothing())
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
         """Give a database another name; the database under its new one."""

@@ -38,7 +38,7 @@ from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.leases import HeldVersion
 from quire.manifest.ops.cursors import DropCursor, RegisterCursor
-from quire.manifest.ops.databases import DropDb, RecordRollback, RegisterDb, RenameDb
+from quire.manifest.ops.databases import DropDb, RecordRollback, RegisterDb, RenameDb, SoftDropDb, UndropDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
@@ -56,7 +56,7 @@ from quire.service.holdings import Holdings
 from quire.service.idempotency import once
 from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
-from quire.service.values import DatabaseInfo, Hello, NamespacePlace
+from quire.service.values import DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
 from quire.stream.gaps import begin_at
 from quire.stream.remote_read import SharedStream, share
@@ -189,10 +189,28 @@ class Handlers:
 
         def do() -> Any:
             dropped.append(self._store.database(request.name))
-            return self._store.drop(request.name, snapshots=request.snapshots)
+            return self._store.drop(request.name, snapshots=request.snapshots, undoable=request.undoable)
 
         again = partial(msgspec.convert, type=DatabaseInfo)
-        return once(self._manifest, call.key, "drop", (DropDb,), lambda _: dropped[-1], do, again)
+        return once(self._manifest, call.key, "drop", (DropDb, SoftDropDb), lambda _: dropped[-1], do, again)
+
+    def do_undrop(self, request: m.Undrop, call: CallContext) -> Any:
+        undrop = partial(self._store.undrop, request.name, new_name=request.new_name)
+        return once(self._manifest, call.key, "undrop", (UndropDb,), _db_id, undrop, self._by_id)
+
+    def do_purge(self, request: m.OfDropped, call: CallContext) -> DroppedDatabase:
+        found: list[DroppedDatabase] = []
+
+        def do() -> DroppedDatabase:
+            db_id = self._manifest.find_dropped(request.name)
+            found.extend(info for info in self._store.dropped() if info.db_id == db_id)
+            return self._store.purge(db_id)
+
+        again: Callable[[Any], DroppedDatabase] = partial(msgspec.convert, type=DroppedDatabase)
+        return once(self._manifest, call.key, "purge", (DropDb,), lambda _: found[-1], do, again)
+
+    def do_dropped(self, _: m.Nothing, __: CallContext) -> list[DroppedDatabase]:
+        return self._store.dropped()
 
     def _by_id(self, db_id: int) -> Any:
         try:

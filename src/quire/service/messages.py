@@ -44,7 +44,7 @@ from quire.service.tickets import Scope as Scope
 from quire.service.tickets import Shelf as Shelf
 from quire.service.tickets import TableTicket as TableTicket
 from quire.service.tickets import TakeIds as TakeIds
-from quire.service.values import DatabaseInfo, Hello, StoreInfo
+from quire.service.values import DatabaseInfo, DroppedDatabase, Hello, StoreInfo
 from quire.service.wire import ErrorForm
 
 Tags = dict[str, str]
@@ -83,6 +83,16 @@ class Create(Request, frozen=True):
 class Drop(Request, frozen=True):
     name: str
     snapshots: bool = False
+    undoable: bool = False
+
+
+class Undrop(Request, frozen=True):
+    name: str | int
+    new_name: str = ""
+
+
+class OfDropped(Request, frozen=True):
+    name: str | int
 
 
 class Rename(Request, frozen=True):
@@ -423,6 +433,9 @@ ACTIONS: dict[str, Action] = {
         _read("readers", OfDatabase, list[ReaderInfo]),
         _once("create", Create, DatabaseInfo),
         _once("drop", Drop, DatabaseInfo),
+        _once("undrop", Undrop, DatabaseInfo),
+        _once("purge", OfDropped, DroppedDatabase),
+        _read("dropped", Nothing, list[DroppedDatabase]),
         _once("rename", Rename, DatabaseInfo),
         Action("status", SetStatus, DatabaseInfo),
         Action("options", SetOptions, DatabaseInfo),

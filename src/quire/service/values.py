@@ -86,6 +86,21 @@ class DatabaseFilterOptions(TypedDict, total=False):
     after: str
 
 
+class DroppedDatabase(msgspec.Struct, frozen=True, kw_only=True):
+    """A database that was dropped and can be brought back."""
+
+    db_id: int
+    name: str
+    """What it was called."""
+    kind: DbKind
+    dropped_at_ms: int
+    until_ms: int
+    """When it goes for good."""
+    snapshots: int
+    size_bytes: int
+    """Of what it has made; forks may hold some of it."""
+
+
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A store as a whole."""
 

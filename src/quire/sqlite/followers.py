@@ -5,6 +5,9 @@ the position that its follower has saved. Stopping removes the row first: a cras
 the process. A file that is gone, locked or empty is waited for, and so is a fault of the disk. What no waiting mends (another
 page size, the database dropped) ends the follower; the row stays, and its `trouble` says why.
 
+Files that quire.toml names (`[[follow]]`) are entered when a server begins, and taken out with it: the file need not exist
+yet. A database that cannot follow its file is reported, and the others are followed.
+
 Threads: any; one for each file. Raises what a look does, `NotFound`, `Conflict`, `StoreClosed`.
 """
 
@@ -12,16 +15,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed
+from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed, UnknownDatabase
+from quire.core.events import emit
+from quire.core.settings import FollowSettings
 from quire.manifest import tables as t
 from quire.manifest.ops.local import FollowSqliteFile
+from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.sqlite.follow import INTERVAL_SECONDS, Followed, Follower
+from quire.sqlite.importing import name_for
 
 RETRY_SECONDS = 5.0
 """After a fault of the disk."""
@@ -41,6 +49,8 @@ class FollowedFile(msgspec.Struct, frozen=True, kw_only=True):
     """Why it does not get on, if it does not."""
     done: Followed | None = None
     """Since this process began."""
+    configured: bool = False
+    """By quire.toml."""
 
 
 class _Task:
@@ -69,7 +79,15 @@ class _Task:
 class FileFollowers:
     """The files that one store follows; `store.followers`."""
 
-    def __init__(self, *, manifest: ManifestStore, root: str, pages: Callable[[], PageEngine]) -> None:
+    def __init__(
+        self,
+        *,
+        manifest: ManifestStore,
+        root: str,
+        pages: Callable[[], PageEngine],
+        configured: Sequence[FollowSettings] = (),
+    ) -> None:
+        self._configured = configured
         self._manifest = manifest
         self._root = root
         self._pages = pages
@@ -102,20 +120,50 @@ class FileFollowers:
     def stop(self, name: str) -> FollowedFile:
         """Follow a database's file no more; what was followed. The database stays as it is."""
         followed = self.file(name)
+        if followed.configured:
+            hint = "take its [[follow]] out of quire.toml, and restart the server"
+            raise Conflict("quire.toml says that the database follows this file", hint=hint, path=followed.path)
         self._manifest.submit([FollowSqliteFile(followed.db_id)]).result()
         with self._lock:
             self._end(followed.db_id)
         return msgspec.structs.replace(followed, running=False)
 
     def resume(self) -> list[FollowedFile]:
-        """Go on with every file that is kept; what a server does when it begins."""
+        """Go on with every file that is kept, and begin with those that quire.toml names; what a server does when it begins."""
         with self._lock:
             self._require_open()
+            self._configure()
             for known in self.files():
                 if known.db_id not in self._tasks:
                     follower = self._follower(known.path, known.database)
                     self._begin(known.db_id, follower, known.interval_seconds)
         return self.files()
+
+    def _configure(self) -> None:
+        """Make the rows of configured files what quire.toml says. REQUIRES the lock."""
+        wanted = {}
+        for entry in self._configured:
+            path = os.path.normpath(os.path.join(os.path.abspath(self._root), entry.file))
+            wanted[entry.database or name_for(path)] = (path, entry.interval_seconds)
+        known = {file.database: file for file in self.files()}
+        for name, file in known.items():
+            if file.configured and name not in wanted:
+                self._manifest.submit([FollowSqliteFile(file.db_id)]).result()
+        for name, (path, seconds) in wanted.items():
+            kept = known.get(name)
+            if kept is not None and (kept.path, kept.interval_seconds, kept.configured) == (path, seconds, True):
+                continue
+            try:
+                db_id = self._made(name)
+                self._manifest.submit([FollowSqliteFile(db_id, path, round(seconds * 1000), configured=True)]).result()
+            except QuireError as error:  # the name of a stream, say: the others are followed
+                emit("error", "sqlite.follow.refused", path=path, database=name, reason=str(error))
+
+    def _made(self, name: str) -> int:
+        """The database of this name, made if there is none: its first page decides the page size."""
+        with suppress(UnknownDatabase), self._manifest.read() as txn:
+            return txn.database_id(name)
+        return self._manifest.register_db(name, DbKind.PAGES)
 
     def files(self) -> list[FollowedFile]:
         """The files that are kept, by the names of their databases."""
@@ -131,6 +179,7 @@ class FileFollowers:
                 running=(task := self._tasks.get(db_id)) is not None and task.thread.is_alive(),
                 trouble=task.follower.trouble if task is not None else "",
                 done=task.follower.done if task is not None else None,
+                configured=row.configured,
             )
             for db_id, row, record in rows
         ]

@@ -24,10 +24,11 @@ from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
-from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, StoreInfo
+from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
 from quire.store import layout
 from quire.store.listing import matching
 from quire.store.object_location import state_beside
+from quire.store.shares import own_bytes
 
 if TYPE_CHECKING:
     from quire.archive.status import ArchiveStatus
@@ -71,6 +72,11 @@ class StoreReader:
         with self.read() as txn:
             return live_databases(txn, DatabaseFilter(**wanted))
 
+    def dropped(self) -> list[DroppedDatabase]:
+        """The dropped databases that can be brought back."""
+        with self.read() as txn:
+            return dropped_databases(txn, self._settings.maintenance.undrop_seconds)
+
     def info(self) -> StoreInfo:
         """A summary of the store."""
         url = layout.objects_url(self.path, self._settings)
@@ -111,7 +117,7 @@ def _parent_name(txn: ReadTxn, db_id: int) -> str:
         parent = txn.database(db_id) if db_id else None
     except ManifestDamaged:  # it is reported for the parent
         return txn.indexed_name(db_id)
-    return parent.name if parent is not None and parent.status is not DbStatus.TOMBSTONED else ""
+    return parent.name if parent is not None and not parent.is_dropped else ""
 
 
 def _namespace(txn: ReadTxn, record: DbRecord) -> str:
@@ -131,6 +137,23 @@ def live_databases(txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING) -> list[Da
     return live
 
 
+def dropped_databases(txn: ReadTxn, undrop_seconds: float) -> list[DroppedDatabase]:
+    """The dropped databases that can be brought back, the last one first."""
+    rows = [(db_id, record) for db_id, record in txn.dropped()]
+    return [
+        DroppedDatabase(
+            db_id=db_id,
+            name=record.former_name,
+            kind=record.kind,
+            dropped_at_ms=record.dropped_at_ms,
+            until_ms=record.dropped_at_ms + int(undrop_seconds * 1000),
+            snapshots=sum(1 for _ in txn.raw_scan(t.SNAPSHOT_INDEX, db_id)),
+            size_bytes=own_bytes(txn, db_id),
+        )
+        for db_id, record in sorted(rows, key=lambda row: row[1].dropped_at_ms, reverse=True)
+    ]
+
+
 def store_info(
     txn: ReadTxn,
     *,
@@ -145,7 +168,7 @@ def store_info(
     kinds: Tally[str] = Tally()
     dropped = 0
     for _, record in txn.databases():
-        if record.status is DbStatus.TOMBSTONED:
+        if record.is_dropped:
             dropped += 1
         else:
             kinds[record.kind.name.lower()] += 1

@@ -18,7 +18,7 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbRecord, DbStatus
+from quire.manifest.records import DbRecord
 from quire.service.values import DatabaseFilter
 
 Match = tuple[int, DbRecord]
@@ -94,7 +94,7 @@ def _match(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match | None:
     except ManifestDamaged as error:
         txn.report_damage(db_id, error)
         return None
-    if record is None or record.status is DbStatus.TOMBSTONED or not record.name.startswith(wanted.prefix):
+    if record is None or record.is_dropped or not record.name.startswith(wanted.prefix):
         return None
     if wanted.kind and record.kind.name.lower() != wanted.kind:
         return None

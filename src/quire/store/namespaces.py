@@ -23,7 +23,6 @@ from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.namespaces import drop_namespace
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbStatus
 from quire.store import object_location
 from quire.store.layout import check_objects_url
 
@@ -61,7 +60,7 @@ def namespaces(txn: ReadTxn) -> list[NamespaceInfo]:
         if not database.namespace_id:
             continue
         place = places.get(database.namespace_id, database.namespace_id)
-        if database.status is DbStatus.TOMBSTONED:
+        if database.is_dropped:
             dropped[place] = dropped.get(place, 0) + 1
         else:
             users.setdefault(place, []).append(database.name)

@@ -54,6 +54,14 @@ def live_share(txn: ReadTxn, db_id: int) -> ExclusiveShare:
     return _share(txn, Tally(live), Tally(wal))
 
 
+def own_bytes(txn: ReadTxn, db_id: int) -> int:
+    """The bytes of what a database itself has made, whoever holds it now."""
+    size = sum(row.size_bytes for _, row in txn.scan(t.CHUNK_CATALOG, db_id))
+    size += sum(row.size_bytes for _, row in txn.scan(t.CHUNK_DELTA_INDEX, db_id))
+    size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
+    return size + sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
+
+
 def _share(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> ExclusiveShare:
     """What goes if these references do: a leaf that goes lets go of every artifact its chains name (M7)."""
     named: Tally[ArtifactKey] = Tally()

@@ -32,7 +32,7 @@ from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
-from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, StoreInfo
+from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
 from quire.store import layout, many, object_location
 from quire.store.backup import back_up
 from quire.store.heavy import Heavy
@@ -40,6 +40,7 @@ from quire.store.info import (
     archive_beside,
     compression_named,
     database_info,
+    dropped_databases,
     kind_named,
     live_databases,
     status_named,
@@ -338,13 +339,42 @@ class Store:
         return self.database(db_id)
 
     @changes
-    def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
-        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
+    def drop(self, name: str, *, snapshots: bool = False, undoable: bool = False) -> DatabaseInfo:
+        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so.
+
+        With `undoable` it keeps its space, and `undrop` brings it back, for a day (`maintenance.undrop_seconds`).
+        """
         info = self.database(name)
+        if undoable and self.settings.maintenance.undrop_seconds:
+            self.manifest.soft_drop_db(info.db_id, snapshots=snapshots).result()
+            return info
         self.manifest.drop_db(info.db_id, snapshots=snapshots).result()
         if info.kind is not DbKind.PAGES:
             self._parts.engine_of(info.kind).sweep()
         return info
+
+    @changes
+    def undrop(self, name: str | int, *, new_name: str = "") -> DatabaseInfo:
+        """Bring a database back that was dropped with `undoable`, with its snapshots: the last one of this name, or by its id;
+        under its former name or another."""
+        db_id = self.manifest.find_dropped(name)
+        self.manifest.undrop_db(db_id, new_name).result()
+        return self.database(db_id)
+
+    @changes
+    def purge(self, name: str | int) -> DroppedDatabase:
+        """End a dropped database that could be brought back, the last one of this name or by its id; as it was."""
+        db_id = self.manifest.find_dropped(name)
+        gone = next(info for info in self.dropped() if info.db_id == db_id)
+        self.manifest.drop_db(db_id, snapshots=True, only_dropped=True).result()
+        if gone.kind is not DbKind.PAGES:
+            self._parts.engine_of(gone.kind).sweep()
+        return gone
+
+    def dropped(self) -> list[DroppedDatabase]:
+        """The dropped databases that can be brought back, the last one first."""
+        with self.manifest.read() as txn:
+            return dropped_databases(txn, self.settings.maintenance.undrop_seconds)
 
     @changes
     def create_many(

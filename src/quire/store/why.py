@@ -32,7 +32,6 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     TERMINAL_JOB_STATES,
     DbKind,
-    DbStatus,
     JobRecord,
     SnapshotRecord,
     WalFormat,
@@ -43,6 +42,7 @@ from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.pages.leasefiles import UNREADABLE, live_leases
 from quire.store.namespaces import NamespaceInfo, namespaces
+from quire.store.shares import own_bytes
 from quire.store.why_files import (
     NOBODYS,
     Explanation,
@@ -100,6 +100,8 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
     except UnknownDatabase as error:
         if (version := _version(txn, subject)) is not None:
             return version
+        if db_id := txn.dropped_id(subject):
+            return _database(txn, db_id, who)
         for namespace in namespaces(txn):
             if namespace.name == subject:
                 return _namespace(namespace)
@@ -126,11 +128,11 @@ def _database(txn: ReadTxn, db_id: int, who: Who) -> Explanation:
     record = txn.database(db_id)
     assert record is not None, "its name led here"
     holders = [*_snapshots_of(txn, db_id), *_forks_of(txn, db_id), *_readers_of(txn, db_id, who), *_jobs_of(txn, db_id)]
-    size = sum(row.size_bytes for _, row in txn.scan(t.CHUNK_CATALOG, db_id))
-    size += sum(row.size_bytes for _, row in txn.scan(t.CHUNK_DELTA_INDEX, db_id))
-    size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
-    size += sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
-    return Explanation(record.name, "database", record.status.name.lower(), size, 0, tuple(holders))
+    if record.former_name:
+        what = f"dropped {moment(record.dropped_at_ms)}; can be brought back for a day (maintenance.undrop_seconds)"
+        holders.insert(0, Holder("time", "undrop", what, f"quire drop {quoted(f'#{db_id}')} --now"))
+    status = "dropped" if record.former_name else record.status.name.lower()
+    return Explanation(record.title, "database", status, own_bytes(txn, db_id), 0, tuple(holders))
 
 
 def _namespace(info: NamespaceInfo) -> Explanation:
@@ -194,7 +196,7 @@ def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 
 def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     for _, row in txn.databases():
-        if row.parent_db_id == db_id and row.status is not DbStatus.TOMBSTONED:
+        if row.parent_db_id == db_id and not row.is_dropped:
             yield Holder("fork", row.name, "shares unchanged data", f"quire drop {quoted(row.name)}")
 
 

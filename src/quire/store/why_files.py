@@ -286,7 +286,8 @@ def own_name(txn: ReadTxn, key: str) -> str:
 def on_disk(txn: ReadTxn, root: str, asked: str, answer: Explanation) -> Explanation:
     """The answer with what the file system has given for the subject in the store at `root`."""
     if answer.kind == "database":
-        given = measure_database(root, txn.database_id(answer.subject))
+        db_id = txn.dropped_id(asked) if answer.state == "dropped" else txn.database_id(answer.subject)
+        given = measure_database(root, db_id)
     elif answer.kind in ("snapshot", "page"):
         return answer
     else:
@@ -370,7 +371,7 @@ def quoted(name: str) -> str:
 def name_of(txn: ReadTxn, db_id: int) -> str:
     """A database's name; its id if it has none any more."""
     record = txn.database(db_id)
-    return record.name if record is not None and record.name else f"#{db_id}"
+    return record.title if record is not None and record.name else f"#{db_id}"
 
 
 def number(db_id: int) -> str:

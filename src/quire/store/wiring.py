@@ -222,7 +222,12 @@ class Wiring:
 
         return self._once(
             "followers",
-            lambda: FileFollowers(manifest=self._manifest, root=self._path, pages=lambda: self.pages),
+            lambda: FileFollowers(
+                manifest=self._manifest,
+                root=self._path,
+                pages=lambda: self.pages,
+                configured=self._settings.follow,
+            ),
         )
 
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -251,6 +251,10 @@ def test_namespaces_are_created_forked_at_any_moment_and_dropped(asker: SqlAsker
     assert refused.status == 409  # it has a snapshot
     assert "?snapshots=true" in refused.json["hint"]
     assert admin.ask("DELETE", "/v1/namespaces/shop?snapshots=true").status == 200
+    assert admin.post("/v1/namespaces/shop/undrop").json["name"] == "shop"
+    assert shop.rows("select a from t") == [(1,), (2,)]
+    assert admin.ask("DELETE", "/v1/namespaces/shop?snapshots=true&now=true").status == 200
+    assert admin.post("/v1/namespaces/shop/undrop").status == 404
 
 
 def test_who_may_only_read_is_told_how_to_write(path: Path) -> None:

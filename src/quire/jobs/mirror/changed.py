@@ -15,7 +15,7 @@ from quire.core.errors import NotFound
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbStatus, JobKind, JobState, MirrorDatabaseRecord, MirrorRecord
+from quire.manifest.records import DbKind, JobKind, JobState, MirrorDatabaseRecord, MirrorRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def differences(
     """
     refused, changed, same = txn.refused_databases(), list[LiveDatabase](), set[int]()
     for db_id, record in txn.databases():
-        is_followed = record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED
+        is_followed = record.kind is DbKind.PAGES and not record.is_dropped
         if not is_followed or not any(fnmatchcase(record.name, pattern) for pattern in mirror.databases):
             continue
         row, lsn = held.get(db_id), None if db_id in refused else newest_version(txn, db_id, newest)

@@ -159,7 +159,7 @@ def described(txn: ReadTxn, total: Totals) -> list[Usage]:
     for db_id, record in txn.databases():
         if record.status is DbStatus.TOMBSTONED:
             continue
-        who = {"db_id": db_id, "database": record.name}
+        who = {"db_id": db_id, "database": f"{record.former_name} (dropped)" if record.former_name else record.name}
         usages.append(_usage(sums.get((db_id, WHOLE), ()), record.page_size, **who))
         for (_, number), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
             name = row.name or f"#{number}"

@@ -11,7 +11,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOfRange, StillReferenced, WrongKind
+from quire.core.errors import (
+    AlreadyExists,
+    DatabaseTombstoned,
+    IllegalTransition,
+    NameTaken,
+    OutOfRange,
+    StillReferenced,
+    WrongKind,
+)
 from quire.core.ids import some_u32
 from quire.durable.names import check_name
 from quire.manifest import tables as t
@@ -20,6 +28,7 @@ from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import leaf_count_key, namespace_key, release, retain_namespace, wal_count_key
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
+    HIDDEN,
     AuditAction,
     Compression,
     DbKind,
@@ -81,6 +90,7 @@ class UpdateDbStatus(Op, frozen=True, tag=11):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
+        _refuse_dropped(self.db_id, record)
         if self.status is DbStatus.TOMBSTONED:
             raise IllegalTransition("a database is tombstoned by dropping it", hint="use drop_db", db_id=self.db_id)
         tables.put_db(self.db_id, replace(record, status=self.status))
@@ -112,6 +122,7 @@ class RenameDb(Op, frozen=True, tag=12):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
+        _refuse_dropped(self.db_id, record)
         claim_name(tables, self.name, self.db_id)
         if self.name != record.name:
             tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
@@ -178,6 +189,63 @@ class SetRetention(Op, frozen=True, tag=17):
             tables.retention.put(key, self.record)
 
 
+class SoftDropDb(Op, frozen=True, tag=18):
+    """Drop a database so that it can be brought back: its name is free, it takes no writes, and it keeps everything, snapshots
+    and policy included. `UndropDb` brings it back, `DropDb` ends it."""
+
+    component = int(Component.DATABASE)
+    audited = True
+    db_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        _refuse_dropped(self.db_id, record)
+        hidden = hidden_name(self.db_id)
+        tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
+        tables.db_names.put(t.DB_NAMES.key.pack(hidden), IndexRecord(self.db_id))
+        tables.followed_files.delete(t.FOLLOWED_FILES.key.pack(self.db_id))
+        tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_DROPPED, record.name, self.db_id, 0))
+        former = {"former_name": record.name, "former_status": record.status}
+        tables.put_db(
+            self.db_id, replace(record, name=hidden, status=DbStatus.READ_ONLY, dropped_at_ms=at_ms, **former)
+        )
+
+
+class UndropDb(Op, frozen=True, tag=19):
+    """Bring a database back that was dropped, under its former name or another."""
+
+    component = int(Component.DATABASE)
+    audited = True
+    db_id: UInt
+    name: str = ""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        if not record.former_name:
+            raise IllegalTransition("the database was not dropped", db_id=self.db_id, name=record.name)
+        name = self.name or record.former_name
+        claim_name(tables, name, self.db_id)
+        tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
+        tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_UNDROPPED, name, self.db_id, 0))
+        back = {"former_name": "", "former_status": DbStatus.ACTIVE, "status": record.former_status}
+        tables.put_db(self.db_id, replace(record, name=name, dropped_at_ms=0, **back))
+
+
+def hidden_name(db_id: int) -> str:
+    """The name of a dropped database that can be brought back: no database can be given it.
+
+    >>> hidden_name(7)
+    '/dropped/7'
+    """
+    return f"{HIDDEN}{db_id}"
+
+
+def _refuse_dropped(db_id: int, record: DbRecord) -> None:
+    if record.former_name:
+        hint = f"`quire undrop {record.former_name}` brings it back"
+        raise DatabaseTombstoned("the database was dropped", hint=hint, db_id=db_id, name=record.former_name)
+
+
 class DropDb(Op, frozen=True, tag=15):
     """Tombstone a database: its name is free, its live leaves and WAL segments are released, its jobs' gates stay.
 
@@ -187,9 +255,13 @@ class DropDb(Op, frozen=True, tag=15):
     component = int(Component.DATABASE)
     audited = True
     db_id: UInt
+    only_dropped: bool = False
+    """Only if it was dropped before (`SoftDropDb`), and not brought back meanwhile."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
+        if self.only_dropped and not record.former_name:
+            raise IllegalTransition("the database was brought back meanwhile", db_id=self.db_id, name=record.name)
         if tables.snapshot_index.any(t.SNAPSHOT_INDEX.key.prefix(self.db_id)):
             raise StillReferenced(
                 "the database has snapshots",
@@ -206,9 +278,11 @@ class DropDb(Op, frozen=True, tag=15):
             tables.lsm_catalog.delete(key)
         tables.lsm_ends.delete(t.LSM_ENDS.key.pack(self.db_id))
         tables.followed_files.delete(t.FOLLOWED_FILES.key.pack(self.db_id))
-        tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_DROPPED, record.name, self.db_id, 0))
+        if not record.former_name:  # else that was noted when it was dropped
+            tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_DROPPED, record.name, self.db_id, 0))
         tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
-        tables.put_db(self.db_id, replace(record, status=DbStatus.TOMBSTONED, dropped_at_ms=at_ms))
+        gone = {"status": DbStatus.TOMBSTONED, "former_name": "", "former_status": DbStatus.ACTIVE}
+        tables.put_db(self.db_id, replace(record, name=record.title, dropped_at_ms=at_ms, **gone))
 
     def _release_wal(self, tables: Overlay, at_ms: int) -> None:
         for key, segment in list(tables.wal_catalog.scan(t.WAL_CATALOG.key.prefix(self.db_id))):

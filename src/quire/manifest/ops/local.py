@@ -144,6 +144,7 @@ class FollowSqliteFile(Op, frozen=True, tag=170):
     db_id: UInt
     path: str = ""
     interval_ms: UInt = 0
+    configured: bool = False
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key = t.FOLLOWED_FILES.key.pack(self.db_id)
@@ -153,7 +154,7 @@ class FollowSqliteFile(Op, frozen=True, tag=170):
         record = tables.writable(self.db_id)
         if record.kind is not DbKind.PAGES:
             raise WrongKind("not a page database", db_id=self.db_id, kind=record.kind.name.lower())
-        tables.followed_files.put(key, FollowedFileRecord(self.path, self.interval_ms, at_ms))
+        tables.followed_files.put(key, FollowedFileRecord(self.path, self.interval_ms, at_ms, self.configured))
 
 
 class RecordVerification(Op, frozen=True, tag=158):

@@ -53,6 +53,7 @@ class NamespaceRoutes:
             Route("/v1/namespaces/{name}/create", self.create, methods=["POST"]),
             Route("/v1/namespaces/{name}/fork/{new_name}", self.fork, methods=["POST"]),
             Route("/v1/namespaces/{name}/rollback", self.rollback, methods=["POST"]),
+            Route("/v1/namespaces/{name}/undrop", self.undrop, methods=["POST"]),
             Route("/v1/namespaces/{name}", self.drop, methods=["DELETE"]),
         ]
 
@@ -92,14 +93,20 @@ class NamespaceRoutes:
         return store.rollback(name, to=find_version(store.manifest, name, to))
 
     async def drop(self, request: Request) -> Response:
-        """`DELETE /v1/namespaces/NAME`; one with snapshots only with `?snapshots=true`."""
+        """`DELETE /v1/namespaces/NAME`; one with snapshots only with `?snapshots=true`; for good with `?now=true`."""
         self._check_admin(request)
-        with_snapshots = request.query_params.get("snapshots") == "true"
-        info = await self._context.call(self._drop, request.path_params["name"], with_snapshots)
+        with_snapshots, now = (request.query_params.get(name) == "true" for name in ("snapshots", "now"))
+        info = await self._context.call(self._drop, request.path_params["name"], with_snapshots, not now)
         return _answer(_shown(info))
 
-    def _drop(self, name: str, with_snapshots: bool) -> DatabaseInfo:
-        return self._context.store.drop(name, snapshots=with_snapshots)
+    def _drop(self, name: str, with_snapshots: bool, undoable: bool) -> DatabaseInfo:
+        return self._context.store.drop(name, snapshots=with_snapshots, undoable=undoable)
+
+    async def undrop(self, request: Request) -> Response:
+        """`POST /v1/namespaces/NAME/undrop`: bring back what was dropped."""
+        self._check_admin(request)
+        await self._context.read_body(request, BODY_BYTES_MAX)
+        return _answer(_shown(await self._context.call(self._context.store.undrop, request.path_params["name"])))
 
     async def list(self, request: Request) -> Response:
         """`GET /v1/namespaces?after=NAME&limit=100`: the databases that the caller may use, by name."""

@@ -29,7 +29,7 @@ from quire.archive.metrics import ArchiveCollector
 from quire.lsm.metrics import KvCollector
 from quire.manifest import tables as t
 from quire.manifest.metrics import ManifestCollector
-from quire.manifest.records import DbStatus, JobKind, JobState
+from quire.manifest.records import JobKind, JobState
 from quire.pages.metrics import PagesCollector
 from quire.service.sockets import serving
 from quire.service.web.counters import LIMITS
@@ -135,7 +135,7 @@ class StoreCollector(_Collector):
         sums: dict[str, list[int]] = {}
         with self._sight.manifest.read() as txn:
             for db_id, record in txn.databases():
-                if record.status is not DbStatus.TOMBSTONED and (value := record.tags.get(tag)) is not None:
+                if not record.is_dropped and (value := record.tags.get(tag)) is not None:
                     sums.setdefault(value, []).append(db_id)
         return sums
 

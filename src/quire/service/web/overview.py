@@ -21,7 +21,7 @@ from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, DbStatus, JobKind, JobRecord, JobState
+from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, JobKind, JobRecord, JobState
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import changes
 from quire.service.web.dashboard_state import Sight
@@ -124,7 +124,7 @@ def lineage(sight: Sight) -> dict[str, Any]:
 
 def _is_shown(db_id: int, record: DbRecord, parents: set[int]) -> bool:
     """A dropped database is shown only for the sake of its forks."""
-    return record.status is not DbStatus.TOMBSTONED or db_id in parents
+    return not record.is_dropped or db_id in parents
 
 
 def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def verification(sight: Sight) -> dict[str, Any]:
     """What was verified, when, and what was found damaged."""
     whole = sight.survey()
     with sight.manifest.read() as txn:
-        names = {db_id: record for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED}
+        names = {db_id: record for db_id, record in txn.databases() if not record.is_dropped}
     rows = [
         {
             "db_id": db_id,
