@@ -17,7 +17,7 @@ FOUND := 'import sys; sys.exit(sys.version_info < (3, 11))'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench torture docs pack clean
+.PHONY: help setup run test lint bench torture docs man dist pack clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,14 @@ docs: $(STAMP) ## the documentation site, in build/site
 	@$(BIN)/python -m bench.draw > /dev/null && $(BIN)/python -m docs.api
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs -d $(BUILD)/doctrees . $(BUILD)/site
 	@echo "$(BUILD)/site/index.html"
+
+man: $(STAMP) ## man pages of all commands, in build/man/man1
+	@$(BIN)/python -m quire.cli.man $(BUILD)/man/man1
+
+# Times in the archives are those of hatchling, or SOURCE_DATE_EPOCH: two builds of one tree are the same bytes.
+dist: $(STAMP) ## the wheel and the source distribution, ready to publish, in dist
+	@rm -rf dist && umask 022 && $(BIN)/python -m hatchling build -d dist > /dev/null
+	@cd dist && sha256sum *
 
 # Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as
 # the same Python is installed there. Spark brings its own part of pyspark.

@@ -73,7 +73,7 @@ def test_audit_of_what_is_gone_goes_by_its_id(run: Run, eventful: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--since", "yesterday"], "`--since` takes a time"),
+        (["--since", "someday"], "`--since` takes a time"),
         (["--until", "5"], "`--until` takes a time"),
         (["--since", "1h", "--until", "2h"], "`--until` is not after `--since`"),
         (["--limit", "-1"], "is less than 0"),

@@ -123,3 +123,25 @@ def test_every_metavar_of_a_name_is_offered_something() -> None:
     }  # fmt: skip
     assert {each.name.lower() for each in DbKind} == set(WORDS["KIND"])
     assert WORDS["MOVE"] == MOVES
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_it_is_installed_by_one_command_and_once(
+    run: Run, shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = {"HOME": str(tmp_path), "SHELL": f"/bin/{shell}", "XDG_CONFIG_HOME": ""}
+    startup = tmp_path / f".{shell}rc"
+    if shell != "fish":
+        startup.write_text("alias ll='ls -l'", "utf-8")
+    for _ in range(2):
+        ended = run("completion", "--install", "--json", **home)
+        assert ended.code == 0, ended.err
+    assert Path(ended.data["file"]).read_text("utf-8") == run("completion", shell).out
+    if shell == "fish":
+        assert ended.data["startup"] is None
+        return
+    alias, line = startup.read_text("utf-8").splitlines()
+    assert (alias, ended.data["file"] in line) == ("alias ll='ls -l'", True)
+    if shutil.which(shell):
+        ended_shell = subprocess.run([shell, "-c", f". {startup} && true"], capture_output=True, text=True, timeout=30)
+        assert (ended_shell.returncode, ended_shell.stderr) == (0, "")

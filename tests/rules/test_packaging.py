@@ -5,7 +5,9 @@ Docker is not needed: the Dockerfile is read, and what its image would run is ru
 
 from __future__ import annotations
 
+import configparser
 import email
+import hashlib
 import json
 import os
 import re
@@ -19,9 +21,11 @@ import zipfile
 from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from quire.cli.main import Program
 from tests.rules.test_docs_run import programs
 from tests.rules.tree import ROOT, SRC
 
@@ -145,6 +149,58 @@ def test_the_source_distribution_has_what_tests_and_examples_need() -> None:
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert {"src", "tests", "bench", "docs", "deploy", "examples"} <= set(included)
     assert [name for name in included if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+    """As `make dist` builds them, from two copies of the tree, at different times and with other files beside them."""
+    command = next(
+        line.split("$(BIN)/")[1].replace("-d dist > /dev/null", "")
+        for line in (ROOT / "Makefile").read_text("utf-8").splitlines()
+        if "hatchling build" in line
+    )
+    built = []
+    for number in (1, 2):
+        tree = tmp_path / f"tree-{number}"
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        for name in filter(None, listed.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                (tree / name).write_bytes((ROOT / name).read_bytes())
+                os.utime(tree / name, (1_600_000_000 + number * 86_400,) * 2)
+        (tree / "build").mkdir()
+        (tree / "build" / "left.over").write_text(str(number), "utf-8")
+        out = tmp_path / f"dist-{number}"
+        arguments = [sys.executable, *shlex.split(command)[1:], "-d", str(out)]
+        ended = subprocess.run(arguments, cwd=tree, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        built.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())})
+    version = PROJECT["project"]["version"]
+    assert list(built[0]) == [f"quire-{version}-py3-none-any.whl", f"quire-{version}.tar.gz"]
+    assert built[0] == built[1]
+
+
+# ── units of systemd ──────────────────────────────────────────────────────────────────────────────────────────────────
+def units() -> list[Path]:
+    return sorted((ROOT / "deploy" / "systemd").iterdir())
+
+
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.name)
+def test_units_run_commands_that_exist_and_timers_have_their_service(unit: Path) -> None:
+    parsed = configparser.RawConfigParser(strict=True, delimiters=("=",))
+    parsed.optionxform = str  # type: ignore[assignment, method-assign]
+    parsed.read_string(unit.read_text("utf-8"))
+    assert parsed["Unit"]["Description"]
+    if unit.suffix == ".timer":
+        assert parsed["Timer"]["OnCalendar"]
+        assert unit.with_suffix(".service").exists()
+        return
+    program, *words = shlex.split(parsed["Service"]["ExecStart"])
+    assert program == "/usr/local/bin/quire"
+    command: click.Command = Program().load_all()
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+    command.make_context("quire", words)  # raises for an option that there is not
 
 
 # ── the image ─────────────────────────────────────────────────────────────────────────────────────────────────────────

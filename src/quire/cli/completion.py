@@ -7,9 +7,12 @@ as `quire ls` does: it creates nothing and takes no lock. Paths and new names ar
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import click
@@ -24,10 +27,10 @@ from click.shell_completion import (
 )
 
 from quire.cli.command import Cli, CliResult
-from quire.cli.declarations import COMPLETING, HERE, Argument, command
+from quire.cli.declarations import COMPLETING, HERE, Argument, Option, command
 from quire.cli.errors import OK
 from quire.cli.output import Note
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, StorageFault
 from quire.manifest import tables as t
 from quire.manifest.tables import TABLES
 from quire.store.info import StoreReader
@@ -47,7 +50,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 
 DATABASES = frozenset({"DB", "OTHERDB", "OLD", "WHAT", "STREAM", "LABEL"})
 SNAPSHOTS = frozenset({"SNAP", "A", "B", "VERSION"})
-NAMED_IN = frozenset({"quire drop"})
+NAMED_IN = frozenset({"quire drop", "quire undrop"})
 """Commands whose NAME is an existing database."""
 
 KINDS: Mapping[str, str] = {"kv": "LSM", "stream": "STREAM", "sqlite": "PAGES"}
@@ -56,20 +59,53 @@ KINDS: Mapping[str, str] = {"kv": "LSM", "stream": "STREAM", "sqlite": "PAGES"}
 
 @command("completion", example="quire completion bash")
 def completion(
-    cli: Cli, shell: Annotated[str, Argument(metavar="SHELL", help="The shell: bash, zsh or fish.")]
+    cli: Cli,
+    shell: Annotated[
+        str, Argument(metavar="[SHELL]", help="The shell: bash, zsh or fish.", show_default="default: $SHELL")
+    ] = "",
+    install: Annotated[bool, Option("--install", help="Set it up for new shells, instead of printing it.")] = False,
 ) -> Note | CliResult:
-    """Print a shell completion script.
+    """Print a shell completion script, or install it.
 
-    Add `eval "$(quire completion bash)"` to ~/.bashrc, or the same with zsh to ~/.zshrc. For fish, write the output to
-    ~/.config/fish/completions/quire.fish.
+    `quire completion --install` writes the script to ~/.config/quire and one line to ~/.bashrc or ~/.zshrc that reads it; for
+    fish it is one file. A second time it only renews the script. To set it up by hand, add `eval "$(quire completion bash)"` to
+    ~/.bashrc.
     """
+    shell = shell or os.path.basename(os.environ.get("SHELL", ""))
     if shell not in SHELLS:
         raise InvalidInput("completion does not support this shell", hint="choose bash, zsh or fish", shell=shell)
     script = SHELLS[shell](click.Command("quire"), {}, "quire", COMPLETING).source()
+    if install:
+        return _installed(shell, script)
     if cli.as_json:
         return Note(text="", data={"shell": shell, "script": script})
     sys.stdout.write(script)
     return CliResult(None, OK)
+
+
+def _installed(shell: str, script: str) -> Note:
+    """Write the script, and have new shells read it."""
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    file = config / ("fish/completions/quire.fish" if shell == "fish" else f"quire/completion.{shell}")
+    start = None if shell == "fish" else Path("~/.bashrc" if shell == "bash" else "~/.zshrc").expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(script, "utf-8")
+        if start is not None:
+            line = f"[ -f {shlex.quote(str(file))} ] && . {shlex.quote(str(file))}  # completion of quire"
+            before = start.read_text("utf-8") if start.exists() else ""
+            if line not in before.splitlines():
+                gap = "" if before.endswith("\n") or not before else "\n"
+                with start.open(
+                    "a", encoding="utf-8"
+                ) as startup:  # appended: what a person has there is never rewritten
+                    startup.write(f"{gap}{line}\n")
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "`quire completion SHELL` prints the script, to be set up by hand"
+        raise StorageFault(f"completion could not be installed: {error}", hint=hint) from None
+    read_by = f", which {start} reads" if start is not None else ""
+    data = {"shell": shell, "file": str(file), "startup": str(start) if start is not None else None}
+    return Note(text=f"wrote {file}{read_by}; open a new {shell} to use it", data=data)
 
 
 def answer(program: click.Command, instruction: str) -> int:
@@ -104,6 +140,9 @@ def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
             yield from sorted(row.name for _, row in txn.scan(t.CHANGE_CURSORS) if row.name)
             return
         live = {db_id: record for db_id, record in txn.databases() if not record.is_dropped}
+        if ctx.command_path == "quire undrop":
+            yield from sorted({record.former_name for _, record in txn.databases()} - {""})
+            return
         if word not in SNAPSHOTS:
             kind = "STREAM" if word == "STREAM" else KINDS.get(ctx.command_path.split()[1], "")
             yield from sorted(record.name for record in live.values() if kind in ("", record.kind.name))

@@ -55,7 +55,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "token": ("token", "Create tokens for clients of the SQL server."),
     "doctor": ("doctor", "Check the machine, the store and the object store."),
     "tour": ("tour", "Show a store at work, step by step."),
-    "completion": ("completion", "Print a shell completion script."),
+    "completion": ("completion", "Print a shell completion script, or install it."),
     "db": ("stores", "Change a database's status, tags and compression."),
     "snapshot": ("snapshots", "Create, list, compare and drop snapshots."),
     "sqlite": ("sqlite", "Import, export, follow and query SQLite databases."),

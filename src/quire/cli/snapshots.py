@@ -231,7 +231,7 @@ def diff(
     after: Annotated[str, Argument(metavar="[B]", help="As A.", show_default=f"default: {NOW}")] = NOW,
     of: Annotated[str, Option("--of", metavar="OTHERDB", help="B is a version of this database, such as a fork.")] = "",
     rows: Annotated[bool, Option("--rows", help="Compare the rows of all tables.")] = False,
-    table: Annotated[list[str] | None, Option("--table", metavar="TABLE", help="Only this table; repeatable.")] = None,
+    table: Annotated[list[str] | None, Option("--table", metavar="NAME", help="Only this table; repeatable.")] = None,
     limit: Annotated[int, Option(min=0, metavar="N", help="Slots to list, or rows of each table; 0 for all.")] = 20,
 ) -> Report:
     """Show what differs between two versions.
