@@ -119,7 +119,7 @@ def test_every_metavar_of_a_name_is_offered_something() -> None:
     assert mute <= {
         "N", "FILE", "KEY", "ID", "NEW", "WHEN", "ADDRESS", "hourly,daily", "SQL", "RECORD", "PATH", "VALUE", "URL", "TIME",
         "SECONDS", "OUT", "KEY=VALUE", "CHUNK", "AGE", "30d", "NUMBER", "DIR", "DIRECTORY", "FOR", "OBJECT",
-        "TARGET", "SOURCE", "PREVIOUS", "EPOCH",
+        "TARGET", "SOURCE", "PREVIOUS", "EPOCH", "PATTERN", "PREFIX", "TAG[=VALUE", "15m",
     }  # fmt: skip
     assert {each.name.lower() for each in DbKind} == set(WORDS["KIND"])
     assert WORDS["MOVE"] == MOVES

@@ -16,11 +16,12 @@ from quire.testing.manifest import assert_clean
 from tests.nursery import Line, Nursery
 
 DAY_MS = 86_400_000
+QUIET = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
-    with quire.open(tmp_path / "store") as made:
+    with quire.open(tmp_path / "store", settings=QUIET) as made:
         fill(made)
         yield made
         assert_clean(made.manifest)
@@ -67,7 +68,7 @@ def test_every_kind_comes_back_as_it_was(store: quire.Store) -> None:
 
 def test_after_a_restart_and_with_what_was_not_checkpointed(tmp_path: Path) -> None:
     root = tmp_path / "store"
-    with quire.open(root) as store:
+    with quire.open(root, settings=QUIET) as store:
         fill(store)
         before = contents(store)
         for name in ("shop", "prices", "clicks"):

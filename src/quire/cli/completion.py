@@ -141,7 +141,7 @@ def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
             return
         live = {db_id: record for db_id, record in txn.databases() if not record.is_dropped}
         if ctx.command_path == "quire undrop":
-            yield from sorted({record.former_name for _, record in txn.databases()} - {""})
+            yield from sorted({record.former_name for _, record in txn.dropped()})
             return
         if word not in SNAPSHOTS:
             kind = "STREAM" if word == "STREAM" else KINDS.get(ctx.command_path.split()[1], "")

@@ -389,8 +389,8 @@ class Upkeep:
         before_ms = self._ctx.clock.now_ms() - int(self._ctx.settings.undrop_seconds * 1000)
         with manifest.read() as txn:
             kept, refused = list(txn.dropped()), txn.refused_databases()
-        for db_id, record in kept:
-            if record.dropped_at_ms <= before_ms and db_id not in refused:
+        for db_id, row in kept:
+            if row.dropped_at_ms <= before_ms and db_id not in refused:
                 with suppress(Conflict, UnknownDatabase):  # a person was quicker
                     manifest.drop_db(db_id, snapshots=True, only_dropped=True).result()
                     done.purged += 1
