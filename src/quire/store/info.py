@@ -150,7 +150,7 @@ def dropped_databases(txn: ReadTxn, undrop_seconds: float) -> list[DroppedDataba
             snapshots=sum(1 for _ in txn.raw_scan(t.SNAPSHOT_INDEX, db_id)),
             size_bytes=own_bytes(txn, db_id),
         )
-        for db_id, record in sorted(rows, key=lambda row: row[1].dropped_at_ms, reverse=True)
+        for db_id, record in sorted(rows, key=lambda row: (row[1].dropped_at_ms, row[0]), reverse=True)
     ]
 
 
