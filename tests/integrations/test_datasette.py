@@ -20,12 +20,12 @@ from quire.integrations.datasette_databases import StoreDatabases
 from quire.sqlite import dbapi
 
 
-def run(use: Callable[[Datasette], Awaitable[Any]], **config: Any) -> Any:
+def run(use: Callable[[Datasette], Awaitable[Any]], *, crossdb: bool = False, **config: Any) -> Any:
     if not pm.is_registered(plugin):
         pm.register(plugin)
 
     async def main() -> Any:
-        datasette = Datasette([], metadata={"plugins": {"quire": config}})
+        datasette = Datasette([], metadata={"plugins": {"quire": config}}, crossdb=crossdb)
         await datasette.invoke_startup()
         return await use(datasette)
 
@@ -88,6 +88,15 @@ def test_plugins_that_write_may_where_it_is_allowed(shop: Path) -> None:
             run(insert, store=str(shop))
         run(insert, store=str(shop), write=True)
         assert store.sqlite("shop").execute("select count(*) from orders").get == 3
+
+
+def test_what_needs_a_file_is_refused_and_harms_nothing(shop: Path) -> None:
+    async def use(datasette: Datasette) -> None:
+        assert (await datasette.client.get("/shop~40monday.db")).status_code in (403, 404)
+        answer = await rows(datasette, "/_memory.json?sql=select+1+as+one&_shape=array")
+        assert answer == [{"one": 1}]
+
+    run(use, crossdb=True, store=str(shop))
 
 
 def test_settings_that_do_not_exist_are_refused(shop: Path) -> None:

@@ -32,7 +32,9 @@ class VersionDatabase(Database):
     """A database of a store in Datasette; a snapshot is immutable."""
 
     def __init__(self, ds: Any, store: Store, version: ListedVersion, *, write: bool) -> None:
-        super().__init__(ds, path=os.path.join(store.path, version.label), is_mutable=not version.snapshot)
+        path = os.path.join(store.path, version.label)
+        # There is no file to be attached or downloaded: Datasette is told so by "in memory".
+        super().__init__(ds, path=path, is_mutable=not version.snapshot, is_memory=True)
         self.store, self.version, self.writes = store, version, write and not version.snapshot
         self._threads = threading.local()
 
