@@ -21,12 +21,13 @@ from apsw import Connection as SqliteConnection
 
 from quire.sqlite.pep249 import callbacks, driver, errors
 from quire.sqlite.pep249.blob import Blob, open_blob
-from quire.sqlite.pep249.cursor import Cursor, Known, RowFactory, row_factory_of
+from quire.sqlite.pep249.cursor import IDLE, Cursor, Known, RowFactory, row_factory_of
 from quire.sqlite.pep249.driver import Driver, DriverCursor, LocalDriver, Parameters
 from quire.sqlite.pep249.dump import dump
 from quire.sqlite.pep249.errors import TRANSLATED, DataError, NotSupportedError, OperationalError, ProgrammingError
 
 LEGACY_TRANSACTION_CONTROL = -1
+_new = object.__new__
 _LEVELS = ("", "DEFERRED", "IMMEDIATE", "EXCLUSIVE")
 Database = str | bytes | os.PathLike[str] | os.PathLike[bytes] | Driver | apsw.Connection
 
@@ -71,6 +72,7 @@ class Connection:
 
     _driver: Driver | None = None
     _initialised = False
+    _makes_plain_cursors = False
     _thread = 0
 
     def __init__(
@@ -124,9 +126,14 @@ class Connection:
 
     def execute(self, sql: str, parameters: Parameters = (), /) -> Any:
         """Run a statement on a new cursor."""
-        if self._makes_plain_cursors:
-            return Cursor.executed(self, sql, parameters)
-        return self.cursor().execute(sql, parameters)
+        if not self._makes_plain_cursors:
+            return self.cursor().execute(sql, parameters)
+        cursor = _new(Cursor)  # as `Cursor(self)`, in a third of the time
+        cursor._cursor = IDLE
+        cursor.connection = self
+        cursor.row_factory = None if self.row_factory is None else row_factory_of(self)
+        cursor._locked = False
+        return cursor.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Any:
         """Run a statement for each of these on a new cursor."""

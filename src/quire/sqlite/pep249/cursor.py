@@ -41,7 +41,6 @@ _WRITING = ("insert", "update", "delete", "replace")
 _BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
 """White space and comments. A comment that nothing ends goes to the end."""
 _PRAGMA = re.compile(_BLANK.pattern + r"pragma\s+(?:[^\s.=(;]+\.)?(\w+)", re.DOTALL | re.IGNORECASE)
-_new = object.__new__
 _UNTYPED = (None,) * 6
 """Of a column in `description`: only its name is told, as in sqlite3."""
 
@@ -79,7 +78,6 @@ class Cursor:
     _ahead: Any = None
     _writes = False
     _converters: list[Converter | None] | None = None
-    _ready = False
     _locked = False
     row_factory: RowFactory | None = None
 
@@ -95,22 +93,10 @@ class Cursor:
         self._cursor = IDLE
         self.connection = connection
         self.row_factory = row_factory_of(connection)
-        self._ready = True
 
     # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    # The next two and `fetchone` are most of what a small statement costs. They check in place what `_open` checks, and read
-    # attributes of the instance, which Python finds in half the time that those of a class take.
-    @staticmethod
-    def executed(connection: Connection, sql: str, parameters: Parameters) -> Cursor:
-        """A new cursor that has run a statement."""
-        cursor: Cursor = _new(Cursor)
-        cursor._cursor = IDLE
-        cursor.connection = connection
-        cursor.row_factory = None if connection.row_factory is None else row_factory_of(connection)
-        cursor._ready = True
-        cursor._locked = False
-        return cursor.execute(sql, parameters)
-
+    # This and `fetchone`, with `Connection.execute`, are most of what a small statement costs. They check in place what `_open`
+    # checks, and read attributes of the instance, which Python finds in half the time that those of a class take.
     def execute(self, sql: str, parameters: Parameters = (), /) -> Self:
         """Run one statement, up to its first row. What runs inside of it and uses this cursor again is refused by apsw."""
         cursor = self._cursor
@@ -353,7 +339,7 @@ class Cursor:
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
         """Let go of what is left."""
-        if not self._ready:
+        if not hasattr(self, "connection"):
             raise ProgrammingError("Base Cursor.__init__ not called.")
         if self._locked:
             raise ProgrammingError("Recursive use of cursors not allowed.")
@@ -378,7 +364,7 @@ class Cursor:
         return cursor
 
     def _refuse(self) -> Never:
-        if not self._ready:
+        if not hasattr(self, "connection"):
             raise ProgrammingError("Base Cursor.__init__ not called.")
         self.connection._require()
         if self._locked:
