@@ -84,6 +84,8 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
         (["shop", "--keep", "2h3"], 2, "`--keep` takes a duration"),
         (["shop", "--keep", "999999999d"], 2, "at most a thousand years"),
         (["shop", "--schedule", "yearly"], 2, "there is no such schedule"),
+        (["shop", "--schedule", "daily,daily at 03:00"], 2, "two schedules are of one kind"),
+        (["shop", "--schedule", "daily at 03:00 Mars/Base"], 2, "there is no such time zone"),
         (["shop", "--keep-last", str(2**70)], 2, "a number below"),
         (["nothing", "--keep-last", "1"], 3, "no database has this name"),
     ],
@@ -393,3 +395,11 @@ def test_without_a_policy_there_is_nothing_to_apply(run: Run, kept: Path) -> Non
             0,
             "no database has a retention policy: set one with `quire retention set`\n",
         )
+
+
+def test_a_schedule_has_an_hour_and_a_zone(run: Run, shop: Path) -> None:
+    ended = run("retention", "set", "shop", "--schedule", "hourly, daily at 03:00 Europe/Zurich")
+    assert "daily at 03:00 Europe/Zurich" in ended.out
+    assert run("gc").code == 0
+    made = [snapshot["tags"].get("schedule") for snapshot in run("snapshot", "ls", "shop", "--json").data]
+    assert sorted(filter(None, made)) == ["daily", "hourly"]

@@ -7,7 +7,8 @@ from random import Random
 from quire.durable.failpoints import armed
 from quire.manifest.jobqueue import LEASE_SECONDS
 from quire.manifest.records import AuditAction, JobKind, JobState, RetentionRecord
-from quire.manifest.retention import bucket, scheduled
+from quire.manifest.retention import scheduled
+from quire.manifest.schedules import bucket
 from tests.machine.steps import DATABASES_MAX, NAMES, one_of, some_database
 from tests.machine.world import Database, Kept, World
 
@@ -145,7 +146,8 @@ def _follow(world: World) -> None:
     """The model does what the schedules and policies say."""
     now = world.clock.now_ms()
     for db in world.databases.values():
-        for schedule, name in scheduled(db.policy, now_ms=now) if db.policy else ():
+        for due in scheduled(db.policy, now_ms=now) if db.policy else ():
+            schedule, name = due.schedule, due.name
             if world.made.get((db.db_id, schedule)) == name:
                 continue
             world.made[db.db_id, schedule] = name

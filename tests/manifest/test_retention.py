@@ -20,16 +20,15 @@ from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import AuditAction, DbKind, RetentionRecord, SnapshotKind
 from quire.manifest.retention import (
-    BUCKETS,
     EXPIRED,
     LENT,
     LENT_TAGS,
     SCHEDULE_TAG,
     RetentionPlan,
-    bucket,
     decide,
     scheduled,
 )
+from quire.manifest.schedules import BUCKETS, bucket
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
@@ -253,10 +252,11 @@ def test_every_decision_says_why() -> None:
 
 def test_schedules_name_the_bucket_of_now() -> None:
     policy = RetentionRecord(schedules=["weekly", "daily", "hourly"])
-    assert scheduled(policy, now_ms=ms("2021-01-01T05:59:59.999")) == [
-        ("weekly", "weekly-2020-W53"),
-        ("daily", "daily-2021-01-01"),
-        ("hourly", "hourly-2021-01-01T05"),
+    found = scheduled(policy, now_ms=ms("2021-01-01T05:59:59.999"))
+    assert [(snapshot.schedule, snapshot.name, snapshot.since_ms) for snapshot in found] == [
+        ("weekly", "weekly-2020-W53", ms("2020-12-28")),
+        ("daily", "daily-2021-01-01", ms("2021-01-01")),
+        ("hourly", "hourly-2021-01-01T05", ms("2021-01-01T05")),
     ]
     assert scheduled(RetentionRecord(), now_ms=NOW) == []
 

@@ -89,7 +89,11 @@ def set_(
     keep: Annotated[str | None, Option(metavar="30d", help="Keep snapshots younger than this: 90s, 2h, 7d.")] = None,
     keep_named: Annotated[bool | None, Option("--keep-named/--no-keep-named", help="Keep named snapshots.")] = None,
     schedule: Annotated[
-        str | None, Option(metavar="hourly,daily", help="Create snapshots hourly, daily, weekly, or none.")
+        str | None,
+        Option(
+            metavar="hourly,daily",
+            help="Create snapshots hourly, daily, weekly ('daily at 03:00 Europe/Zurich'), or none.",
+        ),
     ] = None,
 ) -> Facts:
     """Change retention rules of a database; rules that are not named stay.

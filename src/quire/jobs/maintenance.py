@@ -20,6 +20,7 @@ from itertools import chain, islice
 
 from quire.core.errors import (
     Conflict,
+    InvalidInput,
     JobAlreadyPending,
     ManifestDamaged,
     NameTaken,
@@ -216,11 +217,17 @@ class Upkeep:
         for db_id, policy in manifest.retention.policies(db_ids):
             if db_id in dropped:
                 continue
-            for schedule, name in scheduled(policy, now_ms=self._ctx.clock.now_ms()):
+            try:
+                snapshots = scheduled(policy, now_ms=self._ctx.clock.now_ms())
+            except InvalidInput as error:  # a zone that this machine does not know: the other databases have theirs
+                emit("warning", "upkeep.snapshot_failed", db_id=db_id, error=str(error))
+                continue
+            for due in snapshots:
+                schedule, name = due.schedule, due.name
                 if self._made.get((db_id, schedule)) == name:
                     continue
                 with manifest.read() as txn:
-                    there = has_scheduled(txn, db_id, schedule, self._ctx.clock.now_ms())
+                    there = has_scheduled(txn, db_id, schedule, due.since_ms)
                 if not there:
                     try:
                         self._make_snapshot(db_id, name, {SCHEDULE_TAG: schedule})

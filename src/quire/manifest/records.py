@@ -327,7 +327,7 @@ class RetentionRecord(Record, frozen=True):
     keep_named: bool = True
     """Snapshots that a person named are kept, whatever the other rules say."""
     schedules: list[str] = []
-    """Of "hourly", "daily", "weekly": what the owner creates."""
+    """What the owner creates: "hourly", "daily", "daily at 03:00 Europe/Zurich", "weekly on sunday at 04:30"."""
 
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────────

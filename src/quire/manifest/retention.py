@@ -2,8 +2,9 @@
 
 Terms
   rule       one reason to keep a snapshot; a snapshot goes only if no rule keeps it
-  bucket     an hour, a day or an ISO week, in UTC; of each the newest snapshot counts, one of this schedule before others
-  schedule   the owner makes a snapshot in every bucket that has none yet, named after the bucket
+  bucket     an hour, a day or an ISO week, in the zone of its schedule, else in UTC; of each the newest snapshot counts, one of
+             this schedule before others
+  schedule   the owner makes a snapshot in every period that has none yet, named after its bucket (`schedules.py`)
 
 A database without a policy, or with one that has no rule, loses nothing. Snapshots that expire go when their time has come;
 what a checkpoint keeps for time travel (P14), and what was lent to a reader, goes by its own time alone and counts for no
@@ -19,9 +20,9 @@ drops, with the delete job; a policy never takes the last snapshots unless force
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetRetention
 from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import RetentionRecord, SnapshotKind
+from quire.manifest.schedules import BUCKETS, bucket, parse_schedule
 from quire.manifest.snapshots import SnapshotInfo
 
 if TYPE_CHECKING:
@@ -60,12 +62,16 @@ WINDOW_TAG = "time-travel"
 SCHEDULE_TAG = "schedule"
 """The tag that a scheduled snapshot carries, with the schedule's name."""
 
-BUCKETS: dict[str, Callable[[datetime], str]] = {
-    "hourly": lambda moment: moment.strftime("%Y-%m-%dT%H"),
-    "daily": lambda moment: moment.strftime("%Y-%m-%d"),
-    "weekly": lambda moment: "{}-W{:02}".format(*moment.isocalendar()),
-}
-"""Schedule → the name of the bucket a moment lies in."""
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSnapshot:
+    """A snapshot that should be there by now."""
+
+    schedule: str
+    """hourly, daily or weekly."""
+    name: str
+    since_ms: int
+    """When its period began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +122,13 @@ class RetentionPlan:
         return self.drops_everything and any(decision.why not in (EXPIRED, *OWN_TIME) for decision in self.decisions)
 
 
-def bucket(schedule: str, at_ms: int) -> str:
-    """
-    >>> [bucket(schedule, 1_700_000_000_000) for schedule in BUCKETS]
-    ['2023-11-14T22', '2023-11-14', '2023-W46']
-    """
-    return BUCKETS[schedule](datetime.fromtimestamp(at_ms / 1000, UTC))
-
-
 def check_policy(policy: RetentionRecord) -> RetentionRecord:
     """The policy, if it makes sense."""
-    unknown = [schedule for schedule in policy.schedules if not isinstance(schedule, str) or schedule not in BUCKETS]
-    if unknown:
-        raise InvalidInput("there is no such schedule", hint=f"schedules: {', '.join(BUCKETS)}", schedules=unknown)
+    every = [parse_schedule(schedule).every for schedule in policy.schedules]
+    if len(set(every)) < len(every):
+        raise InvalidInput(
+            "two schedules are of one kind", hint="one of hourly, daily and weekly each", schedules=every
+        )
     for name in ("keep_last", "keep_generations", "keep_seconds", *BUCKETS):
         value = getattr(policy, name)
         if type(value) is not int or value < 0:
@@ -181,16 +181,18 @@ def _rules(newest_first: list[SnapshotInfo], policy: RetentionRecord, now_ms: in
     for info in newest_first:
         if info.generation in generations:
             yield info.snapshot_id, f"among the last {policy.keep_generations} generations"
+    zones = {schedule.every: schedule.zone for schedule in map(parse_schedule, policy.schedules)}
     for schedule in BUCKETS:
-        for place, members in islice(_by_bucket(newest_first, schedule).items(), getattr(policy, schedule)):
+        buckets = _by_bucket(newest_first, schedule, zones.get(schedule, UTC))
+        for place, members in islice(buckets.items(), getattr(policy, schedule)):
             own = [info for info in members if info.tags.get(SCHEDULE_TAG) == schedule]
             yield (own or members)[0].snapshot_id, f"{schedule}: the newest of {place}"
 
 
-def _by_bucket(newest_first: list[SnapshotInfo], schedule: str) -> dict[str, list[SnapshotInfo]]:
+def _by_bucket(newest_first: list[SnapshotInfo], schedule: str, zone: tzinfo) -> dict[str, list[SnapshotInfo]]:
     buckets: dict[str, list[SnapshotInfo]] = {}
     for info in newest_first:
-        buckets.setdefault(bucket(schedule, info.created_at_ms), []).append(info)
+        buckets.setdefault(bucket(schedule, info.created_at_ms, zone), []).append(info)
     return buckets
 
 
@@ -209,21 +211,23 @@ def is_personal(snapshot: SnapshotInfo) -> bool:
     return snapshot.kind is SnapshotKind.NAMED and SCHEDULE_TAG not in snapshot.tags
 
 
-def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[tuple[str, str]]:
-    """(schedule, name) of the snapshots that should be there by now.
+def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[ScheduledSnapshot]:
+    """The snapshots that should be there by now.
 
-    >>> scheduled(RetentionRecord(schedules=["hourly", "daily"]), now_ms=1_700_000_000_000)
-    [('hourly', 'hourly-2023-11-14T22'), ('daily', 'daily-2023-11-14')]
+    >>> policy = RetentionRecord(schedules=["hourly", "daily at 03:00 Europe/Zurich"])
+    >>> [snapshot.name for snapshot in scheduled(policy, now_ms=1_700_000_000_000)]
+    ['hourly-2023-11-14T22', 'daily-2023-11-14']
     """
-    return [(schedule, f"{schedule}-{bucket(schedule, now_ms)}") for schedule in policy.schedules]
+    parsed = map(parse_schedule, policy.schedules)
+    return [ScheduledSnapshot(each.every, each.name(now_ms), each.begins_ms(now_ms)) for each in parsed]
 
 
-def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, now_ms: int) -> bool:
-    """Whether the schedule's snapshot of now's bucket is there. Looks back no further than the bucket."""
-    place, snapshot_id = bucket(schedule, now_ms), U32_MAX
+def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, since_ms: int) -> bool:
+    """Whether a schedule has made a snapshot since its period began. Looks back no further than that."""
+    snapshot_id = U32_MAX
     while (row := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
         (_, snapshot_id), record = row
-        if bucket(schedule, record.created_at_ms) != place:
+        if record.created_at_ms < since_ms:
             return False
         if record.tags.get(SCHEDULE_TAG) == schedule:
             return True
