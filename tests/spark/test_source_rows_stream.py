@@ -228,6 +228,40 @@ def test_a_dropped_database_is_all_deletes_and_one_with_its_name_is_compared_wit
     assert query.next() == []
 
 
+def test_a_database_that_is_rolled_back_gives_the_rows_by_which_it_went_back(store: Store) -> None:
+    run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1), (2)")
+    store.snapshot("shop", "monday")
+    query = Query(store)
+    query.next()
+    run(store, "shop", "UPDATE t SET a = 7 WHERE rowid = 2", "INSERT INTO t VALUES (3)")
+    assert len(query.next()) == 2
+    store.rollback("shop", to="monday")
+    assert query.next() == [("shop", "delete", "3", 3), ("shop", "update", "2", 2)]
+    assert query.next() == []
+
+
+def test_an_owner_that_ends_before_a_version_is_kept_leaves_nothing_that_counts(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is there, the version as a value is not: Spark was never told of it."""
+    run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
+    query = Query(store)
+    query.next()
+    run(store, "shop", "INSERT INTO t VALUES (2)")
+
+    def killed(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.manifest.leases, "keep_views", killed)
+        with pytest.raises(Exception, match="a bug at the owner"):
+            query.plan()
+    assert pins(store) == 2
+    query.restart()
+    assert query.next() == [("shop", "insert", "2", 2)]
+    assert pins(store) == 2
+
+
 def test_a_consumer_that_is_not_heard_of_lets_go_of_everything(store: Store, clock: ManualClock) -> None:
     for name in ("east", "west"):
         run(store, name, "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -249,6 +254,14 @@ STEP = st.one_of(
 )
 
 
+CHANGING = (
+    statement("INSERT OR REPLACE INTO {t}(k, a, b) VALUES (?, ?, ?)", st.integers(1, 250), VALUE, st.integers(0, 9)),
+    statement("UPDATE OR IGNORE {t} SET a = ? WHERE k = ?", VALUE, KEY),
+    statement("DELETE FROM {t} WHERE k BETWEEN ? AND ?", KEY, KEY),
+    statement("VACUUM"),
+)
+
+
 def run(connection: apsw.Connection, steps: list[tuple[str, Statement]]) -> Version:
     for table, (sql, values) in steps:
         try:
@@ -320,3 +333,41 @@ def test_changes_replayed_into_another_sqlite_give_the_new_version(
         else:
             assert {change.op for change in changes(before, after, table)} <= {"delete"}
         assert not changes(after, after, table)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("sqldiff") is None, reason="Debian has it in sqlite3-tools")
+@given(
+    st.sampled_from([schema for schema in SCHEMAS if "k UNIQUE" not in schema and " AS (" not in schema]),
+    st.lists(st.tuples(st.just("t"), st.one_of(*CHANGING)), max_size=8),
+)
+def test_sqldiff_finds_the_same_keys(schema: str, steps: list[tuple[str, Statement]]) -> None:
+    """It compares by primary key or rowid, too; rows whose values are equal to SQLite, as 1 and 1.0, are the same to it."""
+    with tempfile.TemporaryDirectory() as directory:
+        connection = apsw.Connection(":memory:")
+        connection.execute(f"PRAGMA page_size = {PAGE}")
+        connection.execute(schema.format(t="t"))
+        connection.execute("CREATE TABLE numbers(i)")
+        connection.executemany("INSERT INTO numbers VALUES (?)", [(n,) for n in range(1, 200)])
+        connection.execute("INSERT INTO t(k, a, b) SELECT i, i, i FROM numbers")
+        before, after = version(connection), run(connection, steps)
+        files = [Path(directory, name) for name in ("before.db", "after.db")]
+        for file, made in zip(files, (before, after)):
+            assert isinstance(made.pages, Image)
+            file.write_bytes(made.pages.data)
+        told = subprocess.run(
+            ["sqldiff", "--primarykey", "--table", "t", *map(str, files)], capture_output=True, text=True, check=True
+        )
+        count = len(re.findall(r"^(?:INSERT|UPDATE|DELETE) ", told.stdout, re.MULTILINE))
+        found = changes(before, after)
+        assert count <= len(found)
+        assert bool(count) == any(not _equal(change) for change in found)
+        patched = apsw.Connection(":memory:")
+        patched.deserialize("main", files[0].read_bytes())
+        patched.execute(told.stdout)
+        assert len(stored_as(patched, "t")) == len(stored_as(after.connection, "t"))
+
+
+def _equal(change: RowChange) -> bool:
+    """Whether SQLite says that a row is as it was."""
+    return change.op == "update" and change.before == change.after
