@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pyspark import SparkContext
 
 from quire.spark import session
 from tests.jobs.mirror_world import World, fill
@@ -17,7 +18,9 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path, "delta", {"file_bytes": "65536"})
 
 
-def test_executors_write_what_the_driver_commits(world: World) -> None:
+def test_executors_write_what_the_driver_commits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[str] = []
+    monkeypatch.setattr(SparkContext, "setJobDescription", lambda _, title: described.append(title))
     with world.open() as store:
         for number in range(12):
             fill(store, f"tenant-{number:02}", 30)
@@ -32,4 +35,6 @@ def test_executors_write_what_the_driver_commits(world: World) -> None:
         store.drop("tenant-07")
         second = store.mirrors.run("lake", runner="spark")
         assert (second.full, second.changed, second.dropped) == (False, 1, 1)
+        assert described[0] == f"quire mirror lake: batch 1, 12 databases to delta:{world.root}/lake"
+        assert len(described) == 2
         world.check(store)

@@ -130,8 +130,10 @@ class Runner(Protocol):
     def width(self) -> int:
         """About how many tasks run at once: work that can be cut anywhere is cut into a few times as many."""
 
-    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[TaskResult[int, R]]:
-        """Run each task; answers carry the task's place in `tasks`."""
+    def map(
+        self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick, title: str = ""
+    ) -> Iterator[TaskResult[int, R]]:
+        """Run each task; answers carry the task's place in `tasks`. `title` says what they do, where somebody watches."""
 
     def regroup(
         self,
@@ -172,7 +174,14 @@ class ThreadRunner:
         self._threads = self.width = max(threads, 1)
         self._label = label
 
-    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[TaskResult[int, R]]:
+    def map(
+        self,
+        run: Run[T, R],
+        tasks: Sequence[T],
+        *,
+        tick: Tick = no_tick,
+        title: str = "",  # noqa: ARG002 - threads are watched by their job's progress
+    ) -> Iterator[TaskResult[int, R]]:
         """See `Runner`."""
         return self._each(enumerate(tasks), lambda task: run(task, self._tools), len(tasks), tick)
 

@@ -114,12 +114,14 @@ class SparkRunner:
         self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options or {})
         _require_reachable(objects_url, self.shares_disk)
 
-    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[TaskResult[int, R]]:
-        """See `Runner`."""
+    def map(
+        self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick, title: str = ""
+    ) -> Iterator[TaskResult[int, R]]:
+        """See `Runner`. The title is the description of the job in Spark's UI."""
         if not tasks:
             return
         frame, work = self._spread(run, [_pickled(task) for task in tasks])
-        for answer in self._answers(frame.mapInArrow(work, _schema(ANSWERS_DDL)), len(tasks), tick):
+        for answer in self._answers(frame.mapInArrow(work, _schema(ANSWERS_DDL)), len(tasks), tick, title):
             yield TaskResult(answer.key[0], answer.value, answer.error)
 
     def regroup(
@@ -221,10 +223,15 @@ class SparkRunner:
         """Partitions for so many inputs that are light each."""
         return max(1, min(inputs, PARTITIONS_MAX, max(self.width, inputs // 512)))
 
-    def _answers(self, frame: DataFrame, total: int, tick: Tick) -> Iterator[TaskResult[Key, Any]]:
+    def _answers(self, frame: DataFrame, total: int, tick: Tick, title: str = "") -> Iterator[TaskResult[Key, Any]]:
+        def collect() -> list[Any]:
+            if title and self._cuts:  # of this thread's jobs; a client of Spark Connect has no context to say it to
+                self._spark.sparkContext.setJobDescription(title)
+            return frame.collect()
+
         tick(0, total)
         with span("Spark.run", tasks=total):
-            rows = _watched(self._spark, frame.collect, lambda: tick(0, total))
+            rows = _watched(self._spark, collect, lambda: tick(0, total))
         for done, row in enumerate(rows, 1):
             yield pickle.loads(row["data"])
             tick(done, max(total, done))

@@ -297,7 +297,9 @@ class _Run:
                 )
                 for number, unit in enumerate(cut)
             ]
-            answers = [answer.result() for answer in plan.runner.map(write_files, tasks, tick=self._tick)]
+            title = f"quire mirror {self._mirror.name}: batch {batch_id}, {len(plan.views)} databases to {self._mirror.target}"
+            running = plan.runner.map(write_files, tasks, tick=self._tick, title=title)
+            answers = [answer.result() for answer in running]
             merged, disagree = merged_columns(columns, answers)
             columns = tuple(merged)
             if not disagree:
