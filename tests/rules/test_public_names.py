@@ -71,7 +71,16 @@ PACKAGES = {
         "list_objects",
         "open_store",
     ],
-    "quire.spark": ["SparkRunner", "attach", "bulk_load", "options_of", "save", "session"],
+    "quire.spark": [
+        "SparkRunner",
+        "attach",
+        "bulk_load",
+        "options_of",
+        "read_stores",
+        "run_stores",
+        "save",
+        "session",
+    ],
     "quire.sqlite": ["Exported", "Follower", "Imported", "dbapi", "export_file", "import_file", "open_reader"],
     "quire.testing": [
         "CrashDisk",

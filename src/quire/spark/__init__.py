@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from quire.spark.saving import save
     from quire.spark.sessions import attach, session
     from quire.spark.sources.kv_load import bulk_load
+    from quire.spark.stores import read_stores, run_stores
 
 __all__ = [
     "SparkRunner",
     "attach",
     "bulk_load",
     "options_of",
+    "read_stores",
+    "run_stores",
     "save",
     "session",
 ]
@@ -30,5 +33,7 @@ if not TYPE_CHECKING:
             "attach": "quire.spark.sessions",
             "session": "quire.spark.sessions",
             "bulk_load": "quire.spark.sources.kv_load",
+            "read_stores": "quire.spark.stores",
+            "run_stores": "quire.spark.stores",
         },
     )

@@ -1,0 +1,58 @@
+"""Several stores in one Spark run: the rows of all of them as one DataFrame, and jobs of all of them on one session.
+
+A store is one process's to write. Where one is not enough, databases are spread over several stores, which may share a bucket
+(docs/scale.md); what reads or maintains all of them is still one run.
+
+    orders = quire.spark.read_stores(spark, [shop, "/data/other"], "quire.sqlite", databases="tenant-*", table="orders")
+    orders.groupBy("_store").count()
+    quire.spark.run_stores([shop, other], lambda store: store.heavy.verify(runner="spark"))
+
+Threads: any. Raises what reading a store, or the work, raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from typing import TYPE_CHECKING, TypeVar
+
+from quire.core.errors import InvalidInput
+from quire.spark.access import Served, options_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+STORES_AT_ONCE = 8
+"""Stores whose jobs run at the same time: each has a thread on the driver that waits for Spark."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def read_stores(spark: SparkSession, stores: Iterable[Served | str], source: str, **options: str) -> DataFrame:
+    """The rows that a source (`quire.sqlite`, `quire.kv` …) reads of each store, with the column `_store`: its path or URL.
+
+    A store is an opened one, or the path or URL of one that another process serves. Columns that some lack are null there.
+    """
+    frames = [_read(spark, store, source, options) for store in stores]
+    if not frames:
+        raise InvalidInput("there is no store to read", hint="name at least one")
+    return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), frames)
+
+
+def _read(spark: SparkSession, store: Served | str, source: str, options: dict[str, str]) -> DataFrame:
+    from pyspark.sql.functions import lit  # heavy, and absent where there is no Spark
+
+    given = {"store": store} if isinstance(store, str) else options_of(store)
+    name = store if isinstance(store, str) else store.path
+    return spark.read.format(source).options(**given, **options).load().withColumn("_store", lit(name))
+
+
+def run_stores(stores: Sequence[S], work: Callable[[S], T]) -> list[T]:
+    """Do the same for several stores at once, with one Spark session; what each returned, in their order.
+
+    If some fail, the others end first, and the error of the first that failed is raised.
+    """
+    with ThreadPoolExecutor(STORES_AT_ONCE, thread_name_prefix="quire-stores") as pool:
+        return list(pool.map(work, stores))

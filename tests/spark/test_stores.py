@@ -1,0 +1,34 @@
+"""Several stores in one run (docs/scale.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import quire
+from quire.core.errors import InvalidInput
+from quire.manifest.records import JobState
+from quire.spark import read_stores, run_stores
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_rows_of_several_stores_are_one_dataframe_and_jobs_run_for_all(tmp_path: Path, spark: SparkSession) -> None:
+    with quire.open(tmp_path / "one") as one, quire.open(tmp_path / "two") as two:
+        for store, rows in ((one, 2), (two, 3)):
+            with store.sqlite("tenant-1", create=True) as database:
+                database.execute("CREATE TABLE t(x)")
+                database.executemany("INSERT INTO t VALUES (?)", [(number,) for number in range(rows)])
+        frame = read_stores(spark, [one, two], "quire.sqlite", databases="tenant-*", table="t")
+        counts = {row["_store"]: row["count"] for row in frame.groupBy("_store").count().collect()}
+        assert counts == {one.path: 2, two.path: 3}
+        jobs = run_stores([one, two], lambda store: store.heavy.verify(runner="threads"))
+        assert [job.state for job in jobs] == [JobState.SUCCEEDED] * 2
+
+
+def test_no_store_is_refused(spark: SparkSession) -> None:
+    with pytest.raises(InvalidInput, match="no store"):
+        read_stores(spark, [], "quire.sqlite", table="t")
