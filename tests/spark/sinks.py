@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.spark.sourced import Owned, run_available
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-    from tests.spark.sourced import Owned
 
 
 @dataclass
@@ -46,8 +46,7 @@ class FileQuery:
             frame = frame.groupBy("id").count()
         writer = frame.writeStream.format(self.sink).options(**self.owner.options, **self.options)
         at = str(self.base / self.checkpoint)
-        query = writer.outputMode(self.mode).option("checkpointLocation", at).trigger(availableNow=True).start()
-        query.awaitTermination()
+        run_available(writer.outputMode(self.mode).option("checkpointLocation", at))
 
     def forget_commit(self) -> None:
         """Have Spark forget its last batch, as if the driver had been killed right after the sink's commit."""

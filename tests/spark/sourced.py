@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyspark.errors import StreamingQueryException
+
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.spark.access import options_of
@@ -15,9 +17,26 @@ from quire.store.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
 """Of an owner that does nothing by itself."""
+
+
+STARTS_MAX = 5
+
+
+def run_available(writer: DataStreamWriter) -> None:
+    """Run a query over what is there now. Spark gives a Python process ten seconds to start, whatever its settings say, and
+    a busy machine takes longer: then the query starts again from its checkpoint."""
+    for attempt in range(1, STARTS_MAX + 1):
+        try:
+            writer.trigger(availableNow=True).start().awaitTermination()
+        except StreamingQueryException as error:
+            if "failed to connect back" not in str(error) or attempt == STARTS_MAX:
+                raise
+        else:
+            return
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from quire.spark.sources import stream
 from quire.spark.sources.base import Options
 from tests.archive.world import contents, settings
 from tests.objects.conftest import CREDENTIALS, fresh_url, s3_options, s3_server
+from tests.spark.sourced import run_available
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,15 +35,8 @@ def drain(
 ) -> list[int]:
     """Run a query over what is there now, with its checkpoint below `base`; what its sink has then, if that is files."""
     frame = spark.readStream.format(source).options(**options).load()
-    query = (
-        frame.select(column)
-        .writeStream.format(sink)
-        .option("path", str(base / "out"))
-        .option("checkpointLocation", str(base / "checkpoint"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    query.awaitTermination()
+    writer = frame.select(column).writeStream.format(sink).option("path", str(base / "out"))
+    run_available(writer.option("checkpointLocation", str(base / "checkpoint")))
     if sink == "noop":
         return []
     return [row[0] for row in spark.read.parquet(str(base / "out")).orderBy(column).collect()]

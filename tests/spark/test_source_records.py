@@ -26,7 +26,7 @@ from quire.stream.remote_read import SharedSegment, SharedStream
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.manifest.helpers import eventually
-from tests.spark.sourced import Owned, rows_of
+from tests.spark.sourced import Owned, rows_of, run_available
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -282,8 +282,7 @@ def test_a_query_that_restarts_loses_and_doubles_nothing(spark: SparkSession, tm
         for run in range(3):
             frame = spark.readStream.format("quire.stream").options(**options).load()
             writer = frame.writeStream.format("parquet").option("path", str(tmp_path / "out"))
-            ended = writer.option("checkpointLocation", str(tmp_path / "at")).trigger(availableNow=True).start()
-            ended.awaitTermination()
+            run_available(writer.option("checkpointLocation", str(tmp_path / "at")))
             clicks.append([payload(n) for n in range(clicks.end_record, clicks.end_record + 70)]).result()
             clicks.upload()
             clicks.evict(warm=run == 1)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownSnapshot
@@ -21,7 +20,7 @@ from quire.spark.sources import changes
 from quire.spark.sources.base import Options
 from quire.spark.sources.changes import SCHEMA, ChangesQueryReader
 from tests.service.world import reserve
-from tests.spark.sourced import Owned, owned
+from tests.spark.sourced import Owned, owned, run_available
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -247,15 +246,8 @@ def read_all(owner: Owned, base: Path, **options: Any) -> list[int]:
     """Run the query over what is there now, with its checkpoint; what its sink has then."""
     given = {"cursor": "sink", **{name: str(value) for name, value in options.items()}}
     frame = owner.spark.readStream.format("quire.changes").options(**owner.options, **given).load()
-    query = (
-        frame.select("sequence")
-        .writeStream.format("parquet")
-        .option("path", str(base / "out"))
-        .option("checkpointLocation", str(base / "checkpoint"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    query.awaitTermination()
+    writer = frame.select("sequence").writeStream.format("parquet").option("path", str(base / "out"))
+    run_available(writer.option("checkpointLocation", str(base / "checkpoint")))
     return [row.sequence for row in owner.spark.read.parquet(str(base / "out")).orderBy("sequence").collect()]
 
 
@@ -318,15 +310,4 @@ def test_a_driver_that_is_killed_loses_and_doubles_nothing(owner: Owned, tmp_pat
             driver.send_signal(signal.SIGKILL)
         assert acked(owner) > max(before, 0), "it has read something before it was killed"
     head = owner.store.feed.head()
-    assert read_in_the_end(owner, tmp_path) == list(range(1, head + 1))
-
-
-def read_in_the_end(owner: Owned, base: Path) -> list[int]:
-    """As `read_all`. Spark gives a Python process ten seconds to start, and a busy machine takes longer: then ask again."""
-    for _ in range(5):
-        try:
-            return read_all(owner, base, max_changes=2_000)
-        except StreamingQueryException as error:
-            if "failed to connect back" not in str(error):
-                raise
-    raise AssertionError("the query never started")
+    assert read_all(owner, tmp_path, max_changes=2_000) == list(range(1, head + 1))

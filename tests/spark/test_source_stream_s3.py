@@ -25,6 +25,7 @@ from quire.spark.sessions import session
 from tests.rules.tree import ROOT
 from tests.service.test_access import certificate
 from tests.spark.cluster_child import BUCKET, s3
+from tests.spark.sourced import run_available
 from tests.spark.test_source_records import PER_SEGMENT, RECORDS, SETTINGS, payload
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def ask(spark: SparkSession, options: dict[str, str], clicks: Stream, base: Path
     for _ in range(2):
         found.setdefault("far", []).append(only_far())
         writer = following.writeStream.format("parquet").option("path", str(base / "out"))
-        writer.option("checkpointLocation", str(base / "at")).trigger(availableNow=True).start().awaitTermination()
+        run_available(writer.option("checkpointLocation", str(base / "at")))
         clicks.append([payload(number) for number in range(clicks.end_record, clicks.end_record + 70)]).result()
     found["followed"] = _is_right(spark.read.parquet(str(base / "out")).select("id", "payload").collect(), RECORDS + 70)
     found["far"].append(only_far())

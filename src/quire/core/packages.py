@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 
 
+@cache
 def installed_version(package: str = "quire") -> str | None:
     """A package's version, from the name of the directory that was made when it was installed; `None` if it is not there.
 
