@@ -22,7 +22,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from tests.manifest.batches import BatchMaker, outcome
 from tests.manifest.helpers import chunk, does, register
-from tests.manifest.test_codec import rows
+from tests.manifest.test_codec import SOME, rows
 from tests.manifest.test_keys import tuples
 
 
@@ -61,6 +61,7 @@ def test_every_table_exports_every_value(path: str, table: t.Table[Any]) -> None
     """Rows are written raw: also such as no op would write, and shorter ones of an older version."""
     env = ManifestEnv(path, ManifestSettings(), write=True)
 
+    @SOME
     @given(st.lists(st.tuples(tuples(table.key), rows(table), st.integers(0, 30)), max_size=6))
     def export(cases: list[tuple[tuple[Any, ...], Any, int]]) -> None:
         stored: dict[tuple[Any, ...], bytes] = {}

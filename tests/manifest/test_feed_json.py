@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import InvalidInput
@@ -23,6 +23,7 @@ from quire.manifest.records import DbKind, WalFormat
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from tests.manifest.helpers import chunk, does
+from tests.manifest.test_codec import SOME
 from tests.rules.tree import ROOT
 
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -64,7 +65,7 @@ GENERATIONS = st.dictionaries(st.sampled_from([*map(int, Component), 77]), NUMBE
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: str(op.__name__))
-@settings(max_examples=25)
+@SOME
 @given(data=st.data())
 def test_nothing_is_lost_on_the_way_there_and_back(op: type[Op], data: st.DataObject) -> None:
     operations = tuple(data.draw(st.lists(values(op), min_size=1, max_size=2)))
