@@ -21,6 +21,7 @@ from quire.spark.access import options_of
 from quire.spark.sources import rows as rows_source
 from quire.spark.sources.rows import RowsQueryReader, RowsSource
 from quire.store.store import Store
+from quire.store.why import why
 from quire.testing.clock import ManualClock
 from tests.spark.sourced import QUIET, owned
 
@@ -273,6 +274,8 @@ def test_a_consumer_that_is_not_heard_of_lets_go_of_everything(store: Store, clo
         clock.advance(DAY - 60)
         assert query.next() == [], "a query that idles keeps its versions, all of them"
     assert pins(store) == 3
+    with store.manifest.read() as txn:
+        assert "is the consumer c of row changes" in str(why(txn, "west"))
     clock.advance(DAY + 1)
     store.maintain()
     assert pins(store) == 0

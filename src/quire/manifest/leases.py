@@ -136,6 +136,8 @@ class VersionLeases:
                 tags = {name: value for name, value in row.tags.items() if name not in (VIEW_TAG, LABEL_TAG)}
                 lease = self._leases[lease_id] = _Lease(ttl_ms, now + ttl_ms / 1000, 0, tags)
             lease.add(LentVersion(db_id, row.snapshot_lsn, copy, row.tags.get(LABEL_TAG, "")), row.opened_at_ms)
+        for lease_id, lease in self._leases.items():  # a holder may have asked for another length meanwhile
+            lease.deadline = max(other.deadline for _, other in self._together(lease_id, lease))
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def hold(

@@ -26,7 +26,7 @@ from quire.core.reader_info import ReaderInfo, reader_text
 from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.differences import read_leaves
-from quire.manifest.leases import VIEW_TAG, is_view
+from quire.manifest.leases import HOLDER_TAG, LABEL_TAG, VIEW_TAG, is_view
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
@@ -205,11 +205,15 @@ def _readers_of(txn: ReadTxn, db_id: int, who: Who) -> Iterator[Holder]:
         release = "when it closes" + ("; checkpoints continue meanwhile" if info.set_aside else ", or its process ends")
         yield Holder("reader", f"pid {info.pid}" if info.pid else info.reader, reader_text(info), release)
     for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id):
-        tags = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name != VIEW_TAG)
+        hidden = (VIEW_TAG, HOLDER_TAG, LABEL_TAG)
+        tags = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name not in hidden)
         what = f"reads at lsn {row.snapshot_lsn} since {moment(row.opened_at_ms)}" + (f" ({tags})" if tags else "")
         release = "when it closes, or its lease expires"
         if is_view(row):
             what, release = f"is a query (Spark, for instance) that {what}", "some minutes after its last read"
+        if holder := row.tags.get(HOLDER_TAG):
+            what = f"is the consumer {holder} of row changes, which has read up to lsn {row.snapshot_lsn}"
+            release = f"when it has read on; without it at {moment(row.expires_at_ms)} at the latest"
         yield Holder("reader", str(reader_id), what, release)
 
 

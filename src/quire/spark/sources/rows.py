@@ -440,8 +440,7 @@ class RowsQueryReader(HeldQueryReader):
         """Have the newest versions of databases that changed kept; the new position, 0 if there are none."""
         newest = self._newest()
         changed = [name for name, version in newest.items() if _has_changed(before.get(name), *version)]
-        names = {database.name for database in self.request.matching(self.owner)}
-        gone = [(version.db_id, name) for name, version in before.items() if name not in names]
+        gone = [(version.db_id, name) for name, version in before.items() if name not in newest]
         if self._target is not None:
             target = self._target
             changed = [name for name in changed if _is_behind(before.get(name), target.get((name, newest[name][0])))]
