@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,6 +235,24 @@ def test_a_failed_log_is_noticed_by_the_next_statement(root: Path, monkeypatch: 
         with pytest.raises(apsw.IOError, match="the disk is gone"):
             count(connection)
         connection.close()
+
+
+@built
+def test_a_connection_to_a_version_outlives_its_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim passes names on to the Python VFS, which must still be there."""
+    monkeypatch.setenv(SWITCH, "0")
+    store = quire.open(root, settings=SETTINGS)
+    with store.sqlite("shop", create=True) as connection:
+        connection.execute("create table t(a)")
+    connection.close()
+    store.snapshot("shop", "monday")
+    old = store.sqlite("shop", at="monday")
+    store.close()
+    del store, connection
+    gc.collect()
+    with pytest.raises(apsw.CantOpenError, match="closed"):
+        old.execute("attach 'other' as o")
+    old.close()
 
 
 @built

@@ -253,6 +253,7 @@ class SqliteDatabases:
 
     # ── the keeper ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _kept(self, file: LiveFile | ReadOnlyFile) -> VfsFile:
+        file.vfs = self._vfs
         with self._lock:
             self._files.add(file)
             if self._keeper is None:

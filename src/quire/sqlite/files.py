@@ -91,6 +91,9 @@ class DatabaseFile(Generic[R]):
     """What the live and the read-only file share: reading a pinned version, and pragmas."""
 
     def __init__(self) -> None:
+        # constant once it is opened
+        self.vfs: QuireVfs | None = None
+        """Through which it was opened: what a shim calls must live as long as a connection that may call it."""
         # the connection's
         self._level = 0
         self._page_size = 0
