@@ -26,6 +26,28 @@ def test_a_restore_equals_the_live_store_with_its_snapshots_and_forks(tmp_path: 
     assert read(w.restore()) == expected
 
 
+def test_rollbacks_and_drops_that_can_be_undone_are_in_the_archive(tmp_path: Path) -> None:
+    with world(tmp_path) as w:
+        fill(w.store, 0, 60)
+        w.store.snapshot("shop", "monday")
+        fill(w.store, 100, 60)
+        migrated = contents(w.store)["shop"]
+        w.store.checkpoint("shop")
+        done = w.store.rollback("shop", to="monday")
+        w.store.drop("pairs", undoable=True)
+        w.archived()
+        expected = contents(w.store)
+    assert expected["shop"] == expected["shop@monday"] != migrated
+    root = w.restore()
+    assert read(root) == expected
+    with quire.open(root, takeover=True) as store:
+        assert store.undrop("pairs").name == "pairs"
+        store.rollback("shop", to=done.snapshot)
+        found = contents(store)
+        assert found["shop"] == migrated
+        assert "pairs" in found
+
+
 def test_each_moment_is_restored_as_it_was(tmp_path: Path) -> None:
     clock = ManualClock(4_000_000_000_000)
     w = World(tmp_path, clock=clock)

@@ -69,7 +69,7 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
     assert changed == {**policy, "keep_seconds": 5_400, "keep_named": False}
     text = run("retention", "show", "shop").out
     assert "the newest 2; snapshots of the last 3 generations; snapshots younger than 90m" in text
-    assert "hourly, daily snapshots" in text
+    assert "snapshots hourly, daily" in text
     off = "--keep-last 0 --keep-generations 0 --hourly 0 --daily 0 --weekly 0 --keep 0 --keep-named --schedule none"
     assert run("retention", "set", "shop", *off.split(), "--json").data["policy"] == EVERYTHING_OFF
     assert snapshots(run) == [1, 2, 3, 4, 5]

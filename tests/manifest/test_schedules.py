@@ -56,7 +56,8 @@ def test_the_period_of_a_moment(text: str, now: str, begins: str, name: str) -> 
 def test_periods_follow_each_other_one_for_each_day(zone: str, hour: int, minute: int, start: datetime) -> None:
     schedule = parse_schedule(f"daily at {hour:02}:{minute:02} {zone}")
     now = int(start.replace(tzinfo=UTC).timestamp() * 1000)
-    names, before = [], 0
+    names: list[str] = []
+    before = 0
     for step in range(5 * 48):
         at = now + step * 1_800_000
         begins = schedule.begins_ms(at)

@@ -70,6 +70,17 @@ def test_a_standby_has_what_the_owner_had_at_each_object(tmp_path: Path) -> None
             assert what_a_promotion_gives(here) == contents(here.store)
 
 
+def test_a_standby_has_a_rollback_and_what_was_dropped(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        work(here, 0)
+        polled(here)
+        work(here, 25)
+        here.store.rollback("shop", to="at-0")
+        here.store.drop("pairs", undoable=True)
+        polled(here)
+        assert what_a_promotion_gives(here) == contents(here.store)
+
+
 def test_files_leave_with_the_object_that_no_longer_names_them(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         fill(here.store, 0)

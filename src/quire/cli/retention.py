@@ -414,7 +414,7 @@ def _facts(database: str, policy_plan: RetentionPlan) -> list[tuple[str, str]]:
     return [
         ("database", database),
         ("keeps", "; ".join(rules) or "every snapshot (no rules)"),
-        ("creates", f"{schedules} snapshots" if schedules else "no automatic snapshots"),
+        ("creates", f"snapshots {schedules}" if schedules else "no automatic snapshots"),
         ("now", _verdict_text(policy_plan)),
     ]
 

@@ -80,8 +80,10 @@ def _compare(
     if old is None or new is None:
         diff.only = "after" if old is None else "before"
     diff.altered = candidates.whole == "altered"
-    columns = [column.name for table in (new, old) if table is not None for column in table.columns]
-    columns = list({name.lower(): name for name in reversed(columns)}.values())[::-1]  # of both versions, each once
+    names: dict[str, str] = {}  # of both versions, each once, those of the later one first
+    for column in (column for table in (new, old) if table is not None for column in table.columns):
+        names.setdefault(column.name.lower(), column.name)
+    columns = list(names.values())
     for change in changed_rows(before, after, (old, new), columns, candidates):
         if limit is None or len(diff.rows) < limit:
             rows = (None if row is None else dict(zip(columns, row)) for row in (change.before, change.after))

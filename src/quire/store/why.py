@@ -130,7 +130,10 @@ def _database(txn: ReadTxn, db_id: int, who: Who) -> Explanation:
     holders = [*_snapshots_of(txn, db_id), *_forks_of(txn, db_id), *_readers_of(txn, db_id, who), *_jobs_of(txn, db_id)]
     if record.former_name:
         what = f"dropped {moment(record.dropped_at_ms)}; can be brought back for a day (maintenance.undrop_seconds)"
-        holders.insert(0, Holder("time", "undrop", what, f"quire drop {quoted(f'#{db_id}')} --now"))
+        holders = [
+            Holder("time", "undrop", what, f"quire drop {quoted(f'#{db_id}')} --now"),
+            *(holder for holder in holders if holder.kind != "snapshot"),  # they come back, or go, with it
+        ]
     status = "dropped" if record.former_name else record.status.name.lower()
     return Explanation(record.title, "database", status, own_bytes(txn, db_id), 0, tuple(holders))
 
