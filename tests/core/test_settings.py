@@ -14,9 +14,11 @@ def test_an_empty_file_and_the_example_are_the_defaults() -> None:
 
 
 def test_the_commented_lines_of_the_example_are_the_defaults() -> None:
-    lines = EXAMPLE.format(object_store="").splitlines()
-    uncommented = [line.removeprefix("# ") if "= " in line and line.startswith("# ") else line for line in lines]
-    assert load("\n".join(uncommented).encode()) == StoreSettings()
+    defaults, _, followed = EXAMPLE.format(object_store="").partition("# [[follow]]\n")
+    lines = [line.removeprefix("# ") if "= " in line else line for line in defaults.splitlines()]
+    assert load("\n".join(lines).encode()) == StoreSettings()
+    block = "\n".join(["[[follow]]", *(line.removeprefix("# ") for line in followed.splitlines())])
+    assert [follow.database for follow in load(block.encode()).follow] == ["app"]
 
 
 @pytest.mark.parametrize(
