@@ -232,3 +232,14 @@ def test_ls_chooses_and_says_that_there_are_more(path: Path, run: Run) -> None:
     assert "tenant-2" not in shown.out
     assert "--after tenant-1" in shown.out + shown.err
     assert "no database matches" in run("ls", "nobody-").out
+
+
+def test_stats_chooses_and_sorts(path: Path, run: Run) -> None:
+    with quire.open(path) as store:
+        store.create_many(["tenant-1", "tenant-2"])
+        with store.sqlite("tenant-2") as connection:
+            connection.execute("CREATE TABLE t(x)")
+    rows = json.loads(run("stats", "tenant-", "--sort", "size", "-n", "1", "--json").out)
+    assert [row["database"] for row in rows] == ["tenant-2"]
+    assert "1 more row" in run("stats", "tenant-", "-n", "1").out
+    assert run("stats", "--sort", "colour").code == 2

@@ -8,12 +8,13 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli, CliResult
-from quire.cli.declarations import Option, command
+from quire.cli.declarations import Argument, Option, command
 from quire.cli.errors import OK
-from quire.cli.formatting import size
+from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import bar
 from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
 from quire.durable.space import measure
 from quire.jobs.stats.job import Usage, blocks, usage, with_disk
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 @command("stats", example="quire stats --snapshots")
 def stats(
     cli: Cli,
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names that begin with it.")] = "",
     snapshots: Annotated[bool, Option("--snapshots", help="Also list each snapshot.")] = False,
+    sort: Annotated[str, Option("--sort", help="name; or the largest first: size, alone, wal, disk.")] = "",
+    limit: Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0: all.")] = 0,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Listing | Report:
@@ -51,7 +55,11 @@ def stats(
             usages, damaged = usage(txn, manifest.clock.now_ms()), txn.damaged_databases()
     space = measure(os.path.abspath(cli.path))
     usages = with_disk(usages, space)
-    shown = [usage_row for usage_row in usages if snapshots or not usage_row.snapshot]
+    shown = [row for row in usages if (snapshots or not row.snapshot) and row.database.startswith(prefix)]
+    if sort:
+        shown = _in_order(shown, sort)
+    left_out = len(shown) - limit if limit else 0
+    shown = shown[:limit] if limit else shown
     return Listing(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
         rows=[
@@ -59,8 +67,19 @@ def stats(
             for usage_row in shown
         ],
         empty="no databases",
-        closing=_on_disk(usages, damaged, space),
+        closing=(f"{count_of(left_out, 'more row')}\n" if left_out > 0 else "") + _on_disk(usages, damaged, space),
     )
+
+
+SORTS = {"size": "size_bytes", "alone": "exclusive_bytes", "wal": "wal_bytes", "disk": "disk_bytes"}
+
+
+def _in_order(usages: list[Usage], sort: str) -> list[Usage]:
+    if sort == "name":
+        return sorted(usages, key=lambda row: (row.database, row.snapshot))
+    if sort not in SORTS:
+        raise InvalidInput("there is no such order", hint=f"name, {', '.join(SORTS)}", sort=sort)
+    return sorted(usages, key=lambda row: getattr(row, SORTS[sort]), reverse=True)
 
 
 def _outlook(manifest: ManifestStore) -> Report:
