@@ -96,7 +96,7 @@ def test_every_byte_is_somebodys(mixed: Path) -> None:
     assert {"manifest", "quarantine", "store"} <= set(space.others)
     with quire.open(mixed, mode="r") as store:
         for name in ("shop", "copy", "clicks", "sessions"):
-            assert space.databases[store.database(name).db_id] > 30_000, name
+            assert space.databases[store.database(name).db_id] > 20_000, name
 
 
 def test_what_people_are_shown_is_what_du_says(mixed: Path) -> None:
