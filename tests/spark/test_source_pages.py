@@ -53,7 +53,7 @@ def test_pages_are_those_of_the_snapshot(owner: Owned) -> None:
     for snapshot in ("monday", "tuesday"):
         found = owner.read("quire.pages", database="shop", snapshot=snapshot).collect()
         assert {row.page: bytes(row.data) for row in found} == pages_of(owner, snapshot)
-        assert {row.database for row in found} == {"shop"}
+        assert {row._database for row in found} == {"shop"}
 
 
 def test_only_the_pages_that_are_asked_for_are_read(owner: Owned) -> None:

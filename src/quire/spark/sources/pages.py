@@ -2,7 +2,7 @@
 
     spark.read.format("quire.pages").option("store", path).option("database", "shop").option("snapshot", "monday").load()
 
-A row is `database`, `page` (from 0), `data`: every page of the version, those that were never written as zeros. Tasks are
+A row is `_database`, `page` (from 0), `data`: every page of the version, those that were never written as zeros. Tasks are
 runs of slots: a chunk is read by one task, from its object, without the owner.
 
 Options: `start` and `end`, exclusive, are the pages that are read; and those of `views.py`.
@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pyarrow as pa
-from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, LongType, StructField, StructType
 
 from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import Options, QuireSource
+from quire.spark.sources.sqlite_tables import DATABASE_FIELD
 from quire.spark.sources.views import DatabaseVersion, PiecesReader, ViewPiece, dealt, opened
 
 SCHEMA = StructType(
     [
-        StructField("database", StringType(), nullable=False),
+        DATABASE_FIELD,
         StructField("page", LongType(), nullable=False),
         StructField("data", BinaryType(), nullable=False),
     ]
