@@ -31,6 +31,7 @@ BENCHMARKS = {
     "many": "a store as it grows: opening it, by the length of its feed",
     "cli": "starting the command line against starting Python",
     "lakehouse": "mirrors of a thousand databases: increments against a full load; row changes against a loop by hand",
+    "tpch": "TPC-H queries 1 and 3 through Spark against the same rows in Parquet",
     "spark": "data sources on Spark against SQLite, the local feed and Spark's own floor",
 }
 

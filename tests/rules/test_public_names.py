@@ -72,11 +72,13 @@ PACKAGES = {
         "open_store",
     ],
     "quire.spark": [
+        "RegisteredDatabase",
         "SparkRunner",
         "attach",
         "bulk_load",
         "options_of",
         "read_stores",
+        "register",
         "run_stores",
         "save",
         "session",

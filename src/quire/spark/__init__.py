@@ -6,6 +6,7 @@ from quire.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quire.spark.access import options_of
+    from quire.spark.catalog import RegisteredDatabase, register
     from quire.spark.runner import SparkRunner
     from quire.spark.saving import save
     from quire.spark.sessions import attach, session
@@ -13,11 +14,13 @@ if TYPE_CHECKING:
     from quire.spark.stores import read_stores, run_stores
 
 __all__ = [
+    "RegisteredDatabase",
     "SparkRunner",
     "attach",
     "bulk_load",
     "options_of",
     "read_stores",
+    "register",
     "run_stores",
     "save",
     "session",
@@ -28,6 +31,8 @@ if not TYPE_CHECKING:
         __name__,
         {
             "options_of": "quire.spark.access",
+            "RegisteredDatabase": "quire.spark.catalog",
+            "register": "quire.spark.catalog",
             "SparkRunner": "quire.spark.runner",
             "save": "quire.spark.saving",
             "attach": "quire.spark.sessions",

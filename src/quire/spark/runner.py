@@ -91,6 +91,10 @@ PARTITION_WEIGHT = 512 * MIB
 """A partition ends about here, so that a task that is lost is not much."""
 
 
+NAMED_MAX = 3
+"""Databases that the description of a job names."""
+
+
 class SparkRunner:
     """Runs tasks on a session's executors."""
 
@@ -104,7 +108,10 @@ class SparkRunner:
         objects_url: str,
         shares_disk: bool | None = None,
         options: Mapping[str, StoreOptions] | None = None,
+        name_of: Callable[[int], str] = str,
     ) -> None:
+        self._name_of = name_of
+        """Gives a database's name by its id, for descriptions."""
         self._spark = spark.newSession()  # so that an interrupt ends nothing else
         for name, value in SETTINGS.items():
             self._spark.conf.set(name, value)
@@ -121,7 +128,8 @@ class SparkRunner:
         if not tasks:
             return
         frame, work = self._spread(run, [_pickled(task) for task in tasks])
-        for answer in self._answers(frame.mapInArrow(work, _schema(ANSWERS_DDL)), len(tasks), tick, title):
+        what = title or self._described(run, tasks)
+        for answer in self._answers(frame.mapInArrow(work, _schema(ANSWERS_DDL)), len(tasks), tick, what):
             yield TaskResult(answer.key[0], answer.value, answer.error)
 
     def regroup(
@@ -143,7 +151,7 @@ class SparkRunner:
         joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
             joiner(self._site, join, needs_task=tasks is not None, threads=_threads(tasks)), _schema(ANSWERS_DDL)
         )
-        yield from self._answers(joined, len(tasks or ()), tick)
+        yield from self._answers(joined, len(tasks or ()), tick, self._described(join, inputs))
 
     def unmatched(
         self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
@@ -223,18 +231,38 @@ class SparkRunner:
         """Partitions for so many inputs that are light each."""
         return max(1, min(inputs, PARTITIONS_MAX, max(self.width, inputs // 512)))
 
-    def _answers(self, frame: DataFrame, total: int, tick: Tick, title: str = "") -> Iterator[TaskResult[Key, Any]]:
+    def _answers(self, frame: DataFrame, total: int, tick: Tick, what: str) -> Iterator[TaskResult[Key, Any]]:
+        tick(0, total)
+
         def collect() -> list[Any]:
-            if title and self._cuts:  # of this thread's jobs; a client of Spark Connect has no context to say it to
-                self._spark.sparkContext.setJobDescription(title)
+            if self._cuts:  # a thread of its own, so nobody else's jobs are called by this
+                self._spark.sparkContext.setJobDescription(what)
             return frame.collect()
 
-        tick(0, total)
         with span("Spark.run", tasks=total):
             rows = _watched(self._spark, collect, lambda: tick(0, total))
         for done, row in enumerate(rows, 1):
             yield pickle.loads(row["data"])
             tick(done, max(total, done))
+
+    def _described(self, step: Callable[..., Any], tasks: Sequence[Any]) -> str:
+        """What Spark's user interface says of a step: the kind of job, the function that runs last, the databases."""
+        databases = sorted({db_id for task in tasks if (db_id := getattr(task, "db_id", 0))})
+        names = ", ".join(self._name_of(db_id) for db_id in databases[:NAMED_MAX])
+        more = f" and {len(databases) - NAMED_MAX:,} more" if len(databases) > NAMED_MAX else ""
+        return f"quire {_job_of(step)}{': ' if names else ''}{names}{more}"
+
+
+def _job_of(step: Callable[..., Any]) -> str:
+    """The kind of job that a step belongs to, and its name: steps are functions of `quire.jobs.<kind>.run`.
+
+    >>> from quire.jobs.checkpoint.run import join_slot
+    >>> _job_of(join_slot)
+    'checkpoint, join slot'
+    """
+    packages = step.__module__.split(".")
+    kind = packages[2] if packages[:2] == ["quire", "jobs"] and len(packages) > 2 else packages[-1]
+    return f"{kind.replace('_', ' ')}, {step.__name__.replace('_', ' ')}"
 
 
 @cache

@@ -285,7 +285,20 @@ class Wiring:
         with self._manifest.read() as txn:
             options = options_by_url(txn, context.root, self._settings)
         sees = True if context.settings.executors_see_store else None
-        return SparkRunner(spark, root=context.root, objects_url=context.objects_url, shares_disk=sees, options=options)
+        return SparkRunner(
+            spark,
+            root=context.root,
+            objects_url=context.objects_url,
+            shares_disk=sees,
+            options=options,
+            name_of=self._name_of,
+        )
+
+    def _name_of(self, db_id: int) -> str:
+        """A database's name, or its number if it was dropped meanwhile."""
+        with self._manifest.read() as txn:
+            record = txn.database(db_id)
+        return record.name if record is not None else str(db_id)
 
     def _upload(self, keys: Sequence[ArtifactKey]) -> None:
         upload_now(self._manifest, self.worker, keys)

@@ -49,6 +49,7 @@ from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, QuireError
 from quire.core.timeline import Gaps, distance, step
 from quire.service.tickets import LEASE_RENEW, OfLease
 from quire.spark.access import OwnerAddress, access_of
+from quire.spark.sources.explaining import SentenceFirst
 
 COMMON = ("store", "path", "token", "token_file", "tls_ca_file")
 SINK_OPTIONS = ("checkpointlocation", "queryname", "outputmode")
@@ -230,7 +231,7 @@ def _renew(access: OwnerAddress, lease_id: int, every_seconds: float, done: thre
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class QuireSource(DataSource):
+class QuireSource(SentenceFirst, DataSource):
     """A data source: its name, its options and its reader are declared."""
 
     NAME: ClassVar[str]
@@ -251,7 +252,7 @@ class QuireSource(DataSource):
         return self.READER(self.parse(self.options), schema)
 
 
-class SourceReader(DataSourceReader):
+class SourceReader(SentenceFirst, DataSourceReader):
     """Plans where the query is planned, reads on executors."""
 
     keep_seconds: float = KEEP_SECONDS
@@ -297,7 +298,7 @@ def next_end(position: int, end: int, limit: ReadLimit, gaps: Gaps = ()) -> int:
     return max(end, position)
 
 
-class HeldQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class HeldQueryReader(SentenceFirst, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A streaming query whose offsets are positions that somebody holds at the owner."""
 
     HOLDER: ClassVar[str]

@@ -56,6 +56,7 @@ from quire.lsm.view import LSN_MAX, prefix_end
 from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, Shelf, TakeIds
 from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader
+from quire.spark.sources.explaining import SentenceFirst
 from quire.spark.sources.parts import BatchId, PartTarget, SinkWriter
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
 from quire.spark.sources.sqlite_write import flag_of
@@ -235,7 +236,7 @@ class TablesMessage(WriterCommitMessage):
     rows: int
 
 
-class KvWriter(DataSourceArrowWriter):
+class KvWriter(SentenceFirst, DataSourceArrowWriter):
     """See above."""
 
     def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:

@@ -1,0 +1,61 @@
+"""`quire.spark.register`: tables by their names in Spark's SQL, at any version; and queries that read the columns they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from quire.core.errors import NotFound
+from quire.spark.catalog import RegisteredDatabase, register
+from tests.spark.sourced import Owned, owned, rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
+    with owned(spark, tmp_path / "it's") as made:
+        made.run(
+            "shop",
+            'CREATE TABLE orders(id INTEGER PRIMARY KEY, who TEXT, price REAL, "odd, name" TEXT)',
+            "CREATE TABLE lines(order_id INTEGER, item TEXT)",
+            "CREATE TABLE quire_loads(load INTEGER PRIMARY KEY, rows INTEGER, at_ms INTEGER)",
+            "INSERT INTO lines VALUES (1, 'shop.orders'), (1, 'b'), (2, 'c')",
+            "INSERT INTO orders VALUES (1, 'ada', 9.5, 'x'), (2, 'bob', 3, 'y')",
+        )
+        made.store.snapshot("shop", "monday")
+        made.run("shop", "DELETE FROM orders WHERE id = 2")
+        yield made
+
+
+def test_tables_have_names_and_versions(owner: Owned) -> None:
+    with register(owner.store, "shop", at="monday") as shop, register(owner.store, "shop", name="now") as now:
+        assert shop.tables == ["lines", "orders"]
+        assert rows_of(owner.spark.sql("SELECT who FROM shop.orders ORDER BY id")) == [("ada",), ("bob",)]
+        assert rows_of(owner.spark.sql("SELECT who FROM now.orders")) == [("ada",)]
+        owner.run("shop", "INSERT INTO orders VALUES (3, 'eve', 1, '')")
+        assert rows_of(owner.spark.sql("SELECT who FROM now.orders ORDER BY id")) == [("ada",), ("eve",)]
+        joined = "shop.orders JOIN `shop`.lines ON id = order_id AND item <> 'shop.orders'"
+        narrow = shop.sql(f"SELECT orders.who, count(*) AS n FROM {joined} GROUP BY 1")
+        assert rows_of(narrow, "who") == [("ada", 1), ("bob", 1)]
+        assert columns_of(shop) == {"orders": ["id", "who"], "lines": ["order_id", "item"]}
+        assert rows_of(shop.sql("SELECT max(`odd, name`) FROM shop.orders -- shop.lines")) == [("y",)]
+        assert rows_of(now.sql("SELECT count(*) FROM now.orders")) == [(2,)]
+    assert "shop" not in {row.namespace for row in owner.spark.sql("SHOW SCHEMAS").collect()}
+
+
+def columns_of(shop: RegisteredDatabase) -> dict[str, list[str]]:
+    """The columns of the tables that the last query was planned over."""
+    spark, schema = shop._spark, shop._made[-1]
+    tables = [row.tableName for row in spark.sql(f"SHOW TABLES IN {schema}").collect()]
+    return {table: spark.table(f"{schema}.{table}").columns for table in tables if not table.endswith("__source")}
+
+
+def test_a_database_without_tables_is_refused(owner: Owned) -> None:
+    owner.run("empty", "CREATE TABLE quire_loads(load)")
+    with pytest.raises(NotFound, match="no tables"):
+        register(owner.store, "empty")
