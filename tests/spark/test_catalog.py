@@ -28,13 +28,13 @@ def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
             "INSERT INTO orders VALUES (1, 'ada', 9.5, 'x'), (2, 'bob', 3, 'y')",
         )
         made.store.snapshot("shop", "monday")
-        made.run("shop", "DELETE FROM orders WHERE id = 2")
+        made.run("shop", "CREATE TABLE later(a)", "DELETE FROM orders WHERE id = 2")
         yield made
 
 
 def test_tables_have_names_and_versions(owner: Owned) -> None:
     with register(owner.store, "shop", at="monday") as shop, register(owner.store, "shop", name="now") as now:
-        assert shop.tables == ["lines", "orders"]
+        assert (shop.tables, now.tables) == (["lines", "orders"], ["later", "lines", "orders"])
         assert rows_of(owner.spark.sql("SELECT who FROM shop.orders ORDER BY id")) == [("ada",), ("bob",)]
         assert rows_of(owner.spark.sql("SELECT who FROM now.orders")) == [("ada",)]
         owner.run("shop", "INSERT INTO orders VALUES (3, 'eve', 1, '')")

@@ -23,13 +23,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import NotFound
 from quire.spark.access import Served, access_of, options_of
 from quire.spark.sessions import attach, session
 from quire.spark.sources.sqlite import SqliteSource
+from quire.spark.sources.views import VersionRequest, opened
 from quire.sqlite.bulk_insert import LOADS, SINKS
 from quire.sqlite.tables import connected
 
@@ -175,16 +176,22 @@ def register(
     spark = attach(spark) if spark is not None else session()
     reached = dict(store) if isinstance(store, Mapping) else options_of(store)
     options = {**reached, "database": database, **({"snapshot": at} if at else {})}
-    known = list(tables) or _tables(reached, database)
+    known = list(tables) or _tables(options, database)
     if not known:
         raise NotFound("the database has no tables", hint="create one, then register again", database=database)
     schemas = {table: SqliteSource({**options, "table": table}).schema() for table in known}
     return RegisteredDatabase(spark, name or database, options, schemas)
 
 
-def _tables(reached: Mapping[str, str], database: str) -> list[str]:
-
-    with access_of(reached).connect() as client, client.reader(database) as lease, connected(lease) as connection:
+def _tables(options: Mapping[str, str], database: str) -> list[str]:
+    """The tables and views that a database has in the version that is asked for."""
+    request = VersionRequest(SqliteSource.parse(options))
+    with access_of(options).connect() as client, ExitStack() as stack:
+        if request.snapshot:
+            source: Any = stack.enter_context(opened(request.version(client, database)))
+        else:
+            source = stack.enter_context(client.reader(database))
+        connection = stack.enter_context(connected(source))
         names = [str(name) for (name,) in connection.execute(_TABLES)]
     return [name for name in names if name not in OWN_TABLES]
 
