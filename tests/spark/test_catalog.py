@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from pyspark.sql.types import StructType
 
 from quire.core.errors import NotFound
 from quire.spark.catalog import RegisteredDatabase, register
@@ -59,3 +60,13 @@ def test_a_database_without_tables_is_refused(owner: Owned) -> None:
     owner.run("empty", "CREATE TABLE quire_loads(load)")
     with pytest.raises(NotFound, match="no tables"):
         register(owner.store, "empty")
+
+
+def test_a_query_is_moved_to_another_schema_but_for_its_texts() -> None:
+    shop = object.__new__(RegisteredDatabase)
+    shop.name, shop.schemas = "shop", {"orders": StructType(), "order items": StructType()}
+    query = "SELECT 'shop.x', shop.orders.id, a.shop.b -- shop.z\n FROM Shop . orders, `shop`.lines /* shop.q */"
+    moved = "SELECT 'shop.x', `new`.orders.id, a.shop.b -- shop.z\n FROM `new` . orders, `new`.lines /* shop.q */"
+    assert shop._moved(query, "new") == moved
+    assert shop._named("FROM shop.orders") == ["orders"]
+    assert shop._named("FROM shop.`order items`") == ["order items"]

@@ -15,6 +15,7 @@ import pytest
 from quire.core.errors import Corruption, InternalError, InvalidConfig, InvalidInput, SparkUnavailable
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
+from quire.jobs.checkpoint.run import join_slot
 from quire.jobs.runner import AUTO_BYTES, Runner, Runners, TaskResult, ThreadRunner, Tools
 from quire.objects.open import open_store
 from quire.pages.cache import PageCache
@@ -225,3 +226,16 @@ def test_where_there_is_no_spark_threads_do_it_unless_spark_was_asked_for() -> N
 def test_an_object_store_that_executors_do_not_reach_is_refused(spark: SparkSession, url: str, shares: bool) -> None:
     with pytest.raises(InvalidConfig, match="do not reach"):
         SparkRunner(spark, root="/store", objects_url=url, shares_disk=shares)
+
+
+def test_jobs_are_described_by_what_they_do_and_for_which_databases() -> None:
+    runner = object.__new__(SparkRunner)
+    runner._name_of = {1: "shop", 2: "blog"}.get  # type: ignore[assignment]
+    assert (
+        runner._described(join_slot, [Words(2, ()), Words(1, ()), Words(1, ())])
+        == "quire checkpoint, join slot: shop, blog"
+    )
+    runner._name_of = str
+    many = runner._described(join_slot, [Words(number, ()) for number in range(1, 1_005)])
+    assert many == "quire checkpoint, join slot: 1, 2, 3 and 1,001 more"
+    assert runner._described(join_slot, [1, 2]) == "quire checkpoint, join slot"
