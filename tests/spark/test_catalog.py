@@ -33,6 +33,7 @@ def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
         yield made
 
 
+@pytest.mark.slow
 def test_tables_have_names_and_versions(owner: Owned) -> None:
     with register(owner.store, "shop", at="monday") as shop, register(owner.store, "shop", name="now") as now:
         assert (shop.tables, now.tables) == (["lines", "orders"], ["later", "lines", "orders"])
@@ -56,6 +57,7 @@ def columns_of(shop: RegisteredDatabase) -> dict[str, list[str]]:
     return {table: spark.table(f"{schema}.{table}").columns for table in tables if not table.endswith("__source")}
 
 
+@pytest.mark.slow
 def test_a_database_without_tables_is_refused(owner: Owned) -> None:
     owner.run("empty", "CREATE TABLE quire_loads(load)")
     with pytest.raises(NotFound, match="no tables"):

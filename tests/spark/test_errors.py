@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,10 @@ class Reader(explaining.SentenceFirst):
     def partitions(self) -> list[int]:
         raise NotFound("no such table", hint="it has: orders")
 
-    def read(self) -> object:
+    def read(self) -> Iterator[int]:
+        return self.rows()
+
+    def rows(self) -> Iterator[int]:
         yield 1
         raise NotFound("no such table", hint="it has: orders")
 
@@ -35,7 +39,7 @@ class Reader(explaining.SentenceFirst):
 def test_in_a_worker_the_traceback_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "_is_worker", lambda: True)
     monkeypatch.delenv(explaining.HIDE, raising=False)
-    for call in (Reader().partitions, lambda: list(Reader().read())):  # type: ignore[call-overload]
+    for call in (Reader().partitions, lambda: list(Reader().read())):
         with pytest.raises(NotFound) as caught:
             call()
         text = "".join(traceback.format_exception_only(caught.value))
