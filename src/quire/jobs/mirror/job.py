@@ -60,7 +60,8 @@ SCHEMAS_MAX = 4
 """How often files are written because their columns disagree; with the first one's columns they agree."""
 LENT_AT_ONCE = 64
 """Databases of one call: each must be opened and sealed."""
-LEASE_SECONDS = 300.0
+LEASE_SECONDS = 3_600.0
+"""Versions that are read are kept so long after the last sign of life: threads give one with each task that ends."""
 FILE_BYTES = 4 * MIB
 """Of databases, before compression, in one file: what is rewritten when one of them changes."""
 ROWS_PER_OP = 1_000
