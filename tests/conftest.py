@@ -85,9 +85,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SparkInOnePr
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The session: two cores of this machine. Tests that use it have "spark" in their path or name (`SparkInOneProcess`)."""
-    from quire.spark.sessions import session
+    from quire.spark.sessions import session, settings_of
 
-    made = session("local[2]", memory="1g")
+    given = settings_of("local[2]", "", None)["spark.driver.extraJavaOptions"]
+    # Most of what this JVM would compile once more, for speed later on, it never runs again.
+    quick = {"spark.driver.extraJavaOptions": f"{given} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+    made = session("local[2]", memory="1g", config=quick)
     yield made
     stop(made)
 
