@@ -381,9 +381,10 @@ def test_a_database_that_is_dropped_while_it_is_open(store: Store, shop: apsw.Co
     reader = connect()
     reader.execute("begin; select * from t").fetchall()
     store.drop("shop")
-    with pytest.raises(apsw.ReadOnlyError, match="dropped") as caught:
+    # The engine looks every quarter of a second: before it has noticed, the manifest refuses the write; then the log does.
+    with pytest.raises((apsw.ReadOnlyError, apsw.IOError), match="dropped") as caught:
         shop.execute("delete from t")
-    assert extended(caught) == apsw.SQLITE_READONLY_DBMOVED
+    assert isinstance(caught.value, apsw.IOError) or extended(caught) == apsw.SQLITE_READONLY_DBMOVED
     until_noticed(store)
     with pytest.raises(apsw.IOError, match="dropped"):
         shop.execute("select count(*) from t").get  # noqa: B018 - reads

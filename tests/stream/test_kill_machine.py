@@ -203,7 +203,8 @@ def lives(base: Path, nursery: Nursery, *, seed: int, deaths: int, steps: int) -
 def test_every_step_has_a_test_that_dies_there() -> None:
     room = Path(__file__).parents[2] / "src/quire/stream"
     steps = {name for path in room.glob("*.py") for name in re.findall(r'hit\("([^"]+)"\)', path.read_text("utf-8"))}
-    assert steps == {*POINTS, *LOG_POINTS}
+    batches = {"stream.batch.announced", "stream.batch.appended"}  # tests/service/test_killed_batches.py
+    assert steps == {*POINTS, *LOG_POINTS, *batches}
 
 
 def test_killed_at_random_against_a_model(tmp_path: Path, nursery: Nursery) -> None:

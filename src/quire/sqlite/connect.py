@@ -323,6 +323,8 @@ def _at_parameters(at: At) -> dict[str, str]:
     if isinstance(at, str):
         return {"at": at}
     if isinstance(at, datetime):
+        if at.tzinfo is None:  # a text without a zone is UTC; here nobody knows whose clock was meant
+            raise InvalidInput("a time needs its zone", hint="datetime(…, tzinfo=UTC)", at=str(at))
         return {"time": at.isoformat()}
     if isinstance(at, bool) or not isinstance(at, int | Epoch):
         hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
