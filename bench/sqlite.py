@@ -35,7 +35,7 @@ from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import ViewReader
 from quire.sqlite import dbapi, open_reader
-from quire.sqlite.vfs_shim import shim_state
+from quire.sqlite.vfs_shim import shim_library
 
 SETTINGS = quire.StoreSettings(
     maintenance=quire.MaintenanceSettings(enabled=False),
@@ -146,7 +146,7 @@ def point_reads(report: Report, directory: Path, quick: bool) -> None:
         connection.execute("select sum(a) from t").get  # noqa: B018 - warms the caches
     ours, native = alternate(5 if quick else 9, run(both.ours), run(both.native))
     detail = f"{rate(ours)} against {rate(native)}"
-    report.ratio("point_reads_vs_native", ours / native, 2 if shim_state().is_used else 0.7, "higher", detail)
+    report.ratio("point_reads_vs_native", ours / native, 2 if shim_library() is not None else 0.7, "higher", detail)
     _threaded_reads(report, both, rows, count // 2)
     both.close()
 

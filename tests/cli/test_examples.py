@@ -53,6 +53,7 @@ IN_ORDER = (
     "archive off",
     "restore-store",
     "namespace create", "namespace ls", "namespace drop", "token create",
+    "mirror create", "mirror run", "mirror status", "mirror ls", "mirror drop",
     "snapshot drop", "db set", "db set-status", "drop", "undrop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
 """What a person would do in a new store."""
@@ -156,6 +157,11 @@ def prepare(words: str) -> None:
         with quire.open("vault", settings=StoreSettings(object_store="../archive")) as store:
             store.create("orders", "lsm")
             store.kv("orders").put(b"1", b"3 apples")
+    if words == "mirror create":
+        with quire.open("data") as store, closing(store.sqlite("tenant-a", create=True)) as connection:
+            connection.execute(
+                "create table orders(id integer primary key, item text); insert into orders values (1, 'lamp')"
+            )
     if words == "sqlite unfollow":
         with quire.open("data") as store:
             store.followers.follow("app.db", "app")

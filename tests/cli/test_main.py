@@ -50,7 +50,7 @@ def shell(command: str, *, buffered: bool = True) -> Ended:
             "quire stream tail",
         ),
         (["feed", "tail", "--limit", "x"], "invalid value for '--limit'", "quire feed tail"),
-        (["ls", "word"], "got unexpected extra argument (word)", "quire ls"),
+        (["ls", "a", "word"], "got unexpected extra argument (word)", "quire ls"),
         (["ls", "--store"], "option '--store' requires an argument", "quire ls"),
     ],
 )

@@ -19,6 +19,8 @@ def test_a_namespace_from_its_creation_to_its_end(run: Run, tmp_path: Path) -> N
     assert refused.code != 0
     assert "databases use the namespace" in refused.err
     run("drop", "deep", "--yes")
+    assert "--now" in run("namespace", "drop", "cold", "--yes").err  # it can be brought back for a day
+    run("drop", "deep", "--now", "--yes")
     run("gc", "--now", "--yes")
     assert run("namespace", "drop", "cold", "--yes", "--json").data["dropped"]["name"] == "cold"
     run("gc", "--now", "--yes")

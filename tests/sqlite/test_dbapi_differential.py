@@ -334,6 +334,21 @@ def test_a_closed_cursor_says_so(native: Pair, ours: Pair) -> None:
     assert assert_same(native, ours, steps) == ["ProgrammingError"] * 4
 
 
+def test_a_cursor_that_is_used_again_forgets_its_version_first(native: Pair, ours: Pair) -> None:
+    """A statement that begins a transaction must not begin it on the version that the same cursor was reading."""
+
+    def steps(one: Any, other: Any) -> list[Any]:
+        cursor = one.execute("select id, name from parent order by id")
+        write(other)
+        return [
+            outcome(lambda: cursor.execute("insert into parent(name) values ('new')") and None),
+            outcome(cursor.fetchone),
+            one.in_transaction,
+        ]
+
+    assert assert_same(native, ours, steps) == [None, None, True]
+
+
 # ── any steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 STATEMENTS = [
     "select id, name from parent order by id",

@@ -12,9 +12,11 @@ import pytest
 
 import quire
 from quire.sqlite import connect as connect_module
+from quire.sqlite import shim_library as library_module
 from quire.sqlite import vfs_shim
 from quire.sqlite.live import LiveFile
-from quire.sqlite.vfs_shim import LIBRARY, OLD, PARKED, PLAIN, READING, SWITCH, shim_state
+from quire.sqlite.shim_library import LIBRARY, SWITCH, shim_build
+from quire.sqlite.vfs_shim import OLD, PARKED, PLAIN, READING, shim_library
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count
 from tests.sqlite.followed import Obedient, follower
@@ -274,20 +276,20 @@ def test_files_of_the_machine_are_attached_as_ever(tmp_path: Path, root: Path, m
 # ── with and without ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1")
-    assert not shim_state().is_used
-    assert SWITCH in shim_state().reason
+    assert shim_library() is None
+    assert SWITCH in shim_build().reason
 
 
 def test_without_the_library_or_with_another_one_python_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "")
-    monkeypatch.setattr(vfs_shim, "LIBRARY", tmp_path / "absent.so")
-    assert "not built" in shim_state().reason
+    monkeypatch.setattr(library_module, "LIBRARY", tmp_path / "absent.so")
+    assert "not built" in shim_build().reason
     (tmp_path / "garbage.so").write_bytes(b"no library")
-    monkeypatch.setattr(vfs_shim, "LIBRARY", tmp_path / "garbage.so")
-    assert "cannot be loaded" in shim_state().reason
-    assert not shim_state().is_used
+    monkeypatch.setattr(library_module, "LIBRARY", tmp_path / "garbage.so")
+    assert "cannot be loaded" in shim_build().reason
+    assert shim_library() is None
     with quire.open(tmp_path / "store", settings=SETTINGS) as store, store.sqlite("shop", create=True) as connection:
         connection.execute("create table t(a)")
         assert count(connection) == 0
@@ -296,9 +298,11 @@ def test_without_the_library_or_with_another_one_python_answers(
 
 @built
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vfs_shim, "VERSION", vfs_shim.VERSION + 1)
-    vfs_shim._load.cache_clear()
+    monkeypatch.setenv(SWITCH, "")
+    monkeypatch.setattr(library_module, "VERSION", library_module.VERSION + 1)
+    library_module._examine.cache_clear()
     try:
-        assert "another version" in vfs_shim._load(str(LIBRARY)).reason
+        assert "another version" in shim_build().reason
+        assert shim_library() is None
     finally:
-        vfs_shim._load.cache_clear()
+        library_module._examine.cache_clear()

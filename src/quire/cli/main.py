@@ -24,7 +24,7 @@ GARBAGE_ALLOCATIONS = 50_000
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "init": ("stores", "Create a store, or check that one exists."),
-    "ls": ("stores", "List the databases of a store."),
+    "ls": ("stores", "List the databases of a store, by name."),
     "info": ("stores", "Show a summary of a store."),
     "create": ("stores", "Create a database."),
     "drop": ("stores", "Drop a database."),

@@ -31,7 +31,9 @@ def stats(
     cli: Cli,
     prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names that begin with it.")] = "",
     snapshots: Annotated[bool, Option("--snapshots", help="Also list each snapshot.")] = False,
-    sort: Annotated[str, Option("--sort", help="name; or the largest first: size, alone, wal, disk.")] = "",
+    sort: Annotated[
+        str, Option("--sort", metavar="ORDER", help="name; or the largest first: size, alone, wal, disk.")
+    ] = "",
     limit: Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0: all.")] = 0,
     runner: Runner = "",
     dry_run: DryRun = False,

@@ -67,9 +67,11 @@ def init(
 def ls(
     cli: Cli,
     prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names that begin with it.")] = "",
-    kind: Annotated[str, Option("--kind", help="Only pages, stream or lsm.")] = "",
+    kind: Annotated[str, Option("--kind", metavar="KIND", help="Only pages, stream or lsm.")] = "",
     tag: Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")] = "",
-    sort: Annotated[str, Option("--sort", help="name; written: newest change first; size: largest first.")] = "name",
+    sort: Annotated[
+        str, Option("--sort", metavar="ORDER", help="name; written: newest change first; size: largest first.")
+    ] = "name",
     limit: Annotated[
         int, Option("--limit", "-n", help="At most so many; 0: all.", show_default="1000, with --json all")
     ] = -1,

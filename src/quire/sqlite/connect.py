@@ -43,7 +43,7 @@ from quire.sqlite.files import PageReader, ReadOnlyFile
 from quire.sqlite.live import LiveFile
 from quire.sqlite.rollback import roll_back
 from quire.sqlite.vfs import QuireVfs, VfsFile
-from quire.sqlite.vfs_shim import shim_state
+from quire.sqlite.vfs_shim import shim_library
 
 KEEPER_SECONDS = 1.0
 RENEW_ROUNDS = 5
@@ -99,7 +99,7 @@ class SqliteDatabases:
         self._read_only = read_only
         self._attach_creates = attach_creates
         self._pid = os.getpid()
-        self._shim = None if read_only else shim_state().library
+        self._shim = None if read_only else shim_library()
         self._vfs = QuireVfs("quire", self._open_file, self._shim)
         self._stopping = threading.Event()
         # each thread's own: what it has opened last

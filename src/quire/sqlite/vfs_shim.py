@@ -12,21 +12,13 @@ Threads: any; a cell belongs to its connection, but for `claim` and `release`, w
 from __future__ import annotations
 
 import ctypes
-import os
 from array import array
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import apsw
 
-LIBRARY = Path(__file__).with_name("libquirevfs.so")
-SWITCH = "QUIRE_PURE"
-VERSION = 1
-"""Of `vfs_shim.c`: a library that was built from another one is not used."""
-
-NEEDED = "install a C compiler and sqlite3ext.h (Debian: gcc, libsqlite3-dev)"
-AGAIN = "install quire again"
+from quire.core.events import emit
+from quire.sqlite.shim_library import AGAIN, shim_build
 
 FCNTL_CELL = 0x51554952
 """How the shim asks a file for its cell."""
@@ -50,30 +42,14 @@ class ShimLibrary:
         self.unregister.restype = None
 
 
-class ShimState(NamedTuple):
-    """Whether the shim is used, and if not, why."""
-
-    library: ShimLibrary | None
-    reason: str = ""
-    remedy: str = ""
-
-    @property
-    def is_used(self) -> bool:
-        """Whether databases that are opened now use it."""
-        return self.library is not None
-
-
-def shim_state() -> ShimState:
-    """As of now: the switch is read each time, the library once."""
-    if os.environ.get(SWITCH, "") not in ("", "0"):
-        return ShimState(None, f"switched off by {SWITCH}")
-    return _load(str(LIBRARY))
+def shim_library() -> ShimLibrary | None:
+    """What databases that are opened now use; none if it is not built, or switched off (`shim_library.py` says why)."""
+    build = shim_build()
+    return _load(build.path) if build.path else None
 
 
 @cache
-def _load(path: str) -> ShimState:
-    if not os.path.exists(path):
-        return ShimState(None, "the C part is not built", f"{NEEDED}, then {AGAIN}")
+def _load(path: str) -> ShimLibrary | None:
     try:
         connection = apsw.Connection(":memory:")
         try:
@@ -81,13 +57,10 @@ def _load(path: str) -> ShimState:
             connection.load_extension(path, "sqlite3_vfsshim_init")
         finally:
             connection.close()
-        library = ctypes.PyDLL(path)  # the same copy: it is loaded already
-        version = library.quire_shim_version()
-    except (apsw.Error, AttributeError, OSError) as error:
-        return ShimState(None, f"the C part cannot be loaded: {error}", AGAIN)
-    if version != VERSION:
-        return ShimState(None, "the C part is of another version of quire", AGAIN)
-    return ShimState(ShimLibrary(library))
+        return ShimLibrary(ctypes.PyDLL(path))  # the same copy: it is loaded already
+    except (apsw.Error, OSError) as error:
+        emit("warning", "sqlite.shim_not_loaded", error=str(error), hint=AGAIN)
+        return None
 
 
 class Cell:

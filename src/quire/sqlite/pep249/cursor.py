@@ -110,6 +110,8 @@ class Cursor:
             cursor, connection._spare = connection._spare or driver.cursor(), None
             self._cursor = cursor
         try:
+            if self._ahead is not None:
+                cursor = self._reset(cursor)
             if overrides or (type(parameters) is not tuple and type(parameters) is not dict):
                 parameters = self._adapted(parameters)
             known = connection._statements.get(sql)
@@ -139,6 +141,14 @@ class Cursor:
         except Exception as error:
             self._fail(error)
         return self
+
+    def _reset(self, cursor: DriverCursor) -> DriverCursor:
+        """End the statement before where it is, as sqlite3 does first. The BEGIN that the next one may need would else begin on
+        its version, where nothing can be written any more once another connection has committed."""
+        cursor.close(True)
+        self._ahead, self._writes = None, False
+        self._cursor = renewed = self.connection._require().cursor()
+        return renewed
 
     def _adapted(self, parameters: Any) -> Any:
         """Parameters as apsw takes them. Somebody's sequence or adapter must not use the cursor meanwhile."""
@@ -191,6 +201,8 @@ class Cursor:
         """Forget the statement before."""
         if (cursor := self._open()) is IDLE:
             cursor = self._cursor = self.connection._require().cursor()
+        elif self._ahead is not None:
+            cursor = self._reset(cursor)
         self._ahead = self.description = self._converters = None
         self._writes, self.rowcount = False, -1
         return cursor
