@@ -63,6 +63,8 @@ class Everything:
         self.sql.execute("CREATE TABLE t(x)")
         store.feed.register(name="cursor")
         store.snapshot("sql", "kept")
+        self.sql.execute("INSERT INTO t VALUES (0)")
+        store.snapshot("sql", "filled")
         self.server = store.serve(f"grpc+unix://{folder}/socket")
         self.client = connect(f"grpc+unix://{folder}/socket")
         self.numbers = iter(range(1_000_000))
@@ -95,6 +97,11 @@ def _with_transaction(e: Everything) -> None:
         e.sql.execute("INSERT INTO t VALUES (4)")
 
 
+def _rollback(e: Everything) -> None:
+    if not e.store.rollback("sql", to="kept").changed_pages:
+        e.store.rollback("sql", to="filled")
+
+
 def _bulk_load(e: Everything) -> None:
     load = begin_load(e.kv)
     load.publish([])
@@ -110,7 +117,7 @@ CALLS: dict[str, Callable[[Everything], object]] = {
     "Store.fork_many": lambda e: e.store.fork_many("sql", [e.name(), e.name()]),
     "Store.drop_many": lambda e: e.store.drop_many([e.dropped]),
     "Store.drop": lambda e: e.store.drop(e.dropped),
-    "Store.rollback": lambda e: e.store.rollback("sql", to="kept"),
+    "Store.rollback": _rollback,
     "Store.undrop": lambda e: (e.store.drop(e.dropped, undoable=True), e.store.undrop(e.dropped)),
     "Store.purge": lambda e: (e.store.drop(e.dropped, undoable=True), e.store.purge(e.dropped)),
     "Store.rename": lambda e: e.store.rename(e.dropped, e.name()),
@@ -136,6 +143,7 @@ CALLS: dict[str, Callable[[Everything], object]] = {
     "Kv.compact": lambda e: (e.kv.put(b"k", b"x", sync=False), e.kv.compact()),
     "Load.publish": _bulk_load,
     "Stream.append": lambda e: e.stream.append(b"y").result(),
+    "Stream.append_batch": lambda e: e.stream.append_batch([b"y"], query="q", batch=next(e.numbers)),
     "Stream.append, awaited": lambda e: asyncio.run(_awaited(e.stream.append(b"y"))),
     "Stream.sync": lambda e: (e.stream.append(b"y"), e.stream.sync()),
     "Stream.seal": lambda e: (e.stream.append(b"y"), e.stream.seal()),
