@@ -119,6 +119,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         )
         environment = {**os.environ, "JAVA_HOME": quiet_home(find_java()), "PYTHONPATH": str(ROOT)}
         environment["SPARK_LOCAL_IP"] = "127.0.0.1"
+        # Where workers start executors from; without the version they look for a build of Spark's sources.
+        environment |= {"SPARK_HOME": os.path.dirname(pyspark.__file__), "SPARK_SCALA_VERSION": "2.13"}
         processes: list[subprocess.Popen[str]] = []
         with quire.open(base / "store", settings=settings) as store:
             fill(store)
@@ -140,7 +142,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             finally:
                 for process in processes:
                     process.kill()
-                    process.wait()
+                    process.communicate()
 
 
 @contextmanager
