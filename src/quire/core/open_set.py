@@ -20,7 +20,7 @@ Rules
     >>> handle.name, handle is opened.get(7), opened.surplus()
     ('shop', True, [])
     >>> _ = opened.add(8, Core())
-    ... del handle
+    >>> del handle
     >>> opened.surplus()
     [7]
 
