@@ -121,7 +121,9 @@ def test_parts_are_of_about_the_same_size_and_together_are_all(
     for wanted in (1, 3, 5, 17):
         some = reader(path, partitions=wanted, columns="id")
         parts = some.partitions()
-        assert [part.value.start for part in parts[1:]] == [part.value.stop for part in parts[:-1]]
+        ranges = [each for part in parts for each in part.value]
+        assert [each.start for each in ranges[1:]] == [each.stop for each in ranges[:-1]]
+        assert len(ranges) == len(parts), "of one stream, each task has one range"
         assert read(some, parts) == [(n,) for n in range(1, RECORDS + 1)]
         assert wanted // 2 < len(parts) <= wanted
     whole = SharedStream("", 1, "", "", 1, 1001, ())
@@ -141,8 +143,10 @@ def test_records_since_a_moment_are_exactly_those(place: tuple[Path, Stream]) ->
     for text in (moment.isoformat(), moment.replace(tzinfo=None).isoformat()):
         some = reader(path, columns="id", since=text, end=150)
         assert read(some, some.partitions()) == [(n,) for n in range(1, 150) if stamps[n] >= stamps[120]]
-    for wrong in ("yesterday", "-5", "12:00"):
-        with pytest.raises(InvalidInput, match="is no time"):
+    some = reader(path, columns="id", since="yesterday")
+    assert read(some, some.partitions()) == [(n,) for n in stamps]
+    for wrong in ("tomorrow", "-5", "12:00"):
+        with pytest.raises(InvalidInput, match="`since` takes a time"):
             reader(path, since=wrong)
 
 
@@ -163,8 +167,11 @@ def test_what_moved_after_planning_is_found_again(tmp_path: Path) -> None:
 
 def elsewhere(parts: Any) -> list[InputPartition]:
     """The same parts on a machine that does not see the store's directory."""
-    found = [(part.value, msgspec.structs.replace(part.value.share, root="/nowhere")) for part in parts]
-    return [InputPartition(replace(part, share=share)) for part, share in found]
+
+    def moved(part: stream.RecordRange) -> stream.RecordRange:
+        return replace(part, share=msgspec.structs.replace(part.share, root="/nowhere"))
+
+    return [InputPartition([moved(each) for each in part.value]) for part in parts]
 
 
 def test_executors_that_see_no_directory_read_objects(tmp_path: Path) -> None:

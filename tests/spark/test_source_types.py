@@ -61,16 +61,17 @@ def test_columns_without_a_type_get_that_of_their_values(store: Store) -> None:
     fill(
         store,
         "shop",
-        "t(i, r, n, s, m, b, x, e)",
-        (1, 2.5, 1, "a", 1, b"b", "text", None),
-        (2, 3.0, 0.5, "b", "one", b"", b"\xff", None),
+        "t(i, r, n, s, d, m, b, x, e)",
+        (1, 2.5, 1, "a", "1002", 1, b"b", "text", None),
+        (2, 3.0, 0.5, "b", "007", "one", b"", b"\xff", None),
     )
     assert types(store, database="shop") == {
-        "i": "bigint", "r": "double", "n": "double", "s": "string", "m": "string", "b": "binary", "x": "binary", "e": "string",
+        "i": "bigint", "r": "double", "n": "double", "s": "string", "d": "string", "m": "string",
+        "b": "binary", "x": "binary", "e": "string",
     }  # fmt: skip
     assert rows(store, database="shop") == [
-        (1, 2.5, 1.0, "a", "1", b"b", b"text", None),
-        (2, 3.0, 0.5, "b", "one", b"", b"\xff", None),
+        (1, 2.5, 1.0, "a", "1002", "1", b"b", b"text", None),
+        (2, 3.0, 0.5, "b", "007", "one", b"", b"\xff", None),
     ]
 
 

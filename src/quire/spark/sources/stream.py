@@ -265,12 +265,11 @@ class RecordsReader(SourceReader):
             options.refuse(("stream", "start", "end"), "one stream", "of several, `since` leaves out older records")
 
     def plan(self) -> list[list[RecordRange]]:
-        if self._streams is None:
-            names = [self.records.stream]
-        else:
+        with closing(self.access.channel()) as channel:
+            if self._streams is None:  # one range for each task: rows are in the order of records
+                return [[part] for part in self._parts(channel, self.records.stream)]
             with self.access.connect() as client:
                 names = self._streams.names(client)
-        with closing(self.access.channel()) as channel:
             return dealt([part for name in names for part in self._parts(channel, name)], self.partitions_max)
 
     def _parts(self, channel: Channel, name: str) -> list[RecordRange]:
