@@ -34,6 +34,7 @@ def test_databases_with_wal_of_their_own_are_checkpointed_in_waves(store: quire.
     )
     assert {job.state for job in jobs} == {JobState.SUCCEEDED}
     assert told == sorted(told), "progress does not go back from wave to wave"
+    assert told[-1] == (6, 6), "and ends where everything is done"
     assert not store.heavy.checkpoint_all(runner="threads")
     (job,) = store.heavy.checkpoint_all(["tenant-4"], runner="threads")
     assert job.result["slots"] == 1

@@ -276,10 +276,7 @@ class Heavy:
         return self._manifest.jobs.get(job_id)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
-        steady = Steady(progress)
-        jobs = run_many(self._wiring.context, kind, db_ids, runner_name=runner, progress=steady)
-        steady.over()
-        return jobs
+        return run_many(self._wiring.context, kind, db_ids, runner_name=runner, progress=progress)
 
     def _id_of(self, name: str) -> int:
         with self._manifest.read() as txn:
@@ -295,11 +292,12 @@ class Heavy:
         with self._manifest.read() as txn:
             total = txn.count(t.DB)
         jobs: list[Job] = []
-        rest, done = iter(db_ids), 0
+        rest, done, steady = iter(db_ids), 0, Steady(progress)
         while wave := list(islice(rest, WAVE)):
             is_all = not done and len(wave) < WAVE
-            jobs += run(wave, progress if is_all else part(progress, done, done + len(wave), total))
+            jobs += run(wave, steady if is_all else part(steady, done, done + len(wave), total))
             done += len(wave)
+        steady.over()  # also of no wave, and of waves over fewer databases than there are
         return jobs
 
     def _owners(self, table: t.Table[Any]) -> Iterator[int]:
