@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from quire.durable.failpoints import arm_from
-from tests.archive.world import WAIT, World, fill
+from tests.archive.world import WAIT, World, fill, until
 from tests.nursery import Line
 
 ROUND = 6
@@ -33,15 +33,21 @@ def work(w: World, number: int) -> None:
         w.store.checkpoint("shop")
 
 
+def await_bases(w: World, least: int) -> None:
+    """Rounds are quicker than bases become due: wait until parts of so many are in the bucket."""
+    until(lambda: len(list(w.bucket.glob("*/archive/*/base/*"))) >= least)
+
+
 def run(line: Line) -> None:
     """Work until death, or until the last round."""
     told = json.loads(line.receive() or b"{}")
-    w = World(Path(told["home"]), base_seconds=0.2)
+    w = World(Path(told["home"]), base_seconds=0.05)
     arm_from(told["failpoints"])
     for number in range(told["first"], told["first"] + told["rounds"]):
         line.send(f"begun {number}".encode())
         work(w, number)
         w.archiver.wait(WAIT)
         line.send(f"archived {number}".encode())
+        await_bases(w, number - told["first"] + 1)
     w.close()
     line.send(b"done")
