@@ -111,7 +111,7 @@ class AuditEntry:
 class ReadTxn:
     """One snapshot of the manifest. Use it as a context manager."""
 
-    __slots__ = ("__weakref__", "_env", "_get", "_handles", "_ticket", "_txn")
+    __slots__ = ("__weakref__", "_damage", "_env", "_get", "_handles", "_ticket", "_txn")
 
     def __init__(self, env: ManifestEnv) -> None:
         self._env = env
@@ -120,6 +120,8 @@ class ReadTxn:
         self._txn, self._ticket = env.begin_read(self)
         self._handles = env.handles
         self._get: Any = self._txn.get
+        self._damage: lmdb.Error | None = None
+        """A page that LMDB found damaged: after that, it refuses every call of the transaction."""
 
     def __enter__(self) -> ReadTxn:
         return self
@@ -140,7 +142,14 @@ class ReadTxn:
         self._ticket = None
 
     def _explain(self, error: lmdb.Error) -> QuireError:
-        return _ended() if self._ticket is None else self._env.explain(error)
+        if self._ticket is None:
+            return _ended()
+        if self._damage is not None and isinstance(error, lmdb.BadTxnError):
+            error = self._damage
+        explained = self._env.explain(error)
+        if isinstance(explained, ManifestDamaged):
+            self._damage = error
+        return explained
 
     # ── any table ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, table: t.Table[R], *key: Any) -> R | None:
