@@ -28,6 +28,8 @@ from quire.manifest.ops.databases import (
     RenameDb,
     ReserveGeneration,
     SetDbPageSize,
+    SoftDropDb,
+    UndropDb,
     UpdateDbStatus,
 )
 from quire.manifest.ops.refs import RemoveArtifact
@@ -80,6 +82,17 @@ def test_an_id_and_a_name_belong_to_one_database(manifest: ManifestStore) -> Non
     refuses(manifest, NameTaken, register(2, "b"), RenameDb(2, "a"))
     refuses(manifest, NameTaken, ForkDb(2, 1, "a"))
     refuses(manifest, AlreadyExists, ForkDb(1, 1, "b"))
+
+
+def test_a_fork_of_what_was_dropped_meanwhile_is_not_dropped(manifest: ManifestStore) -> None:
+    """It could be brought back, under the name that it had, and lost it."""
+    does(manifest, register(1, "a"), SoftDropDb(1), ForkDb(2, 1, "b"))
+    with manifest.read() as txn:
+        fork = txn.database(2)
+    assert fork is not None
+    assert (fork.name, fork.is_dropped, fork.dropped_at_ms) == ("b", False, 0)
+    refuses(manifest, IllegalTransition, UndropDb(2, "b"))
+    assert manifest.check() == []
 
 
 def test_renaming_frees_the_old_name(manifest: ManifestStore) -> None:

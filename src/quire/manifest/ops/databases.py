@@ -224,8 +224,8 @@ class UndropDb(Op, frozen=True, tag=19):
         if not record.former_name:
             raise IllegalTransition("the database was not dropped", db_id=self.db_id, name=record.name)
         name = self.name or record.former_name
-        claim_name(tables, name, self.db_id)
         tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
+        claim_name(tables, name, self.db_id)
         tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_UNDROPPED, name, self.db_id, 0))
         back = {"former_name": "", "former_status": DbStatus.ACTIVE, "status": record.former_status}
         tables.put_db(self.db_id, replace(record, name=name, dropped_at_ms=0, **back))

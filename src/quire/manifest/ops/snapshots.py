@@ -248,6 +248,10 @@ class ForkDb(Op, frozen=True, tag=52):
                 parent_lsn=view.anchor_lsn,
                 next_snapshot_id=1,
                 tags={},
+                # The source may have been dropped after the fork was planned: the fork was not.
+                dropped_at_ms=0,
+                former_name="",
+                former_status=DbStatus.ACTIVE,
             ),
         )
         raise_watermark(tables, Counter.DB, self.db_id)
