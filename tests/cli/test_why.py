@@ -186,7 +186,7 @@ def test_a_manifest_log_is_kept_by_its_stream(run: Run, everything: Path) -> Non
         assert (holder["kind"], holder["name"]) == ("database", "clicks")
         assert holder["what"].startswith("has chunk 0 of its manifest log in it")
     assert "quire manifest bundle clicks" in answer(run, log)["holders"][0]["release"]
-    assert run("drop", "clicks", "--yes").code == 0
+    assert run("drop", "clicks", "--now", "--yes").code == 0
     left = everything / f"streams/{number}/manifest/0.mlog"  # as an owner leaves it that was killed before it swept
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"left")
@@ -363,7 +363,7 @@ def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Pat
         first = store.database("clicks").db_id
         store.create("next", "stream")
         store.stream("next")
-    assert run("drop", "clicks", "--yes").code == 0
+    assert run("drop", "clicks", "--now", "--yes").code == 0
     left = everything / f"streams/{first}/stream.json"
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"left")
@@ -372,7 +372,7 @@ def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Pat
         "clicks was dropped",
         "maintenance, or when the next stream is dropped",
     )
-    assert run("drop", "next", "--yes").code == 0
+    assert run("drop", "next", "--now", "--yes").code == 0
     assert not left.exists(), "as it said"
 
 

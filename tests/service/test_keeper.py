@@ -57,7 +57,7 @@ def test_the_json_is_the_same_with_and_without_an_owner(path: Path, tmp_path: Pa
     def told(where: Path) -> list[Any]:
         answers = [
             json.loads(run(where, *command, "--json").out)
-            for command in (["create", "shop"], ["rename", "shop", "bazaar"], ["drop", "bazaar", "--yes"])
+            for command in (["create", "shop"], ["rename", "shop", "bazaar"], ["drop", "bazaar", "--now", "--yes"])
         ]
         for each in answers:
             each.get("dropped", each).pop("created_at_ms")

@@ -42,6 +42,9 @@ def door(request: pytest.FixtureRequest, path: Path) -> Iterator[Store | Client]
 
 # ── the same methods ──────────────────────────────────────────────────────────────────────────────────────────────────
 OWNERS_STREAM = {
+    "append_batch",
+    "has_batch",
+    "mark",
     "abandon",
     "compare",
     "compress",
@@ -63,6 +66,7 @@ OWNERS_STREAM = {
 }
 """Of files, tiers and the owner's own threads: `quire stream` has commands for them."""
 OWNERS_KV = {
+    "is_busy",
     "abandon",
     "begin_load",
     "end_load",

@@ -179,7 +179,7 @@ def test_calls_are_bounded_and_say_so(path: Path, monkeypatch: pytest.MonkeyPatc
     with served(path, calls_max=2, busy_seconds=0.05) as (store, server), connect(server.address) as client:
         inside, go = threading.Semaphore(0), threading.Event()
 
-        def slow() -> list[Any]:
+        def slow(**_: Any) -> list[Any]:
             inside.release()
             go.wait(30)
             return []

@@ -233,7 +233,7 @@ def test_a_snapshot_that_is_dropped_while_it_is_read_is_read_to_its_end(
         assert count(told.body, tmp_path) == 12_000
         assert len(pieces) > 2
         assert set(pieces) == {pieces[0]}, "nothing was deleted meanwhile"
-        assert Asker(web.address).get("/db/shop@monday.sqlite").status == 400
+        assert Asker(web.address).get("/db/shop@monday.sqlite").status == 404
         versions(web).close_idle(0)
         assert store.manifest.leases.count() == 0
         assert deleted(store) > pieces[0], "it would have been, had nobody read it"
