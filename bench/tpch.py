@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyspark.sql import DataFrame
 
 import quire
 from bench.report import Report, alternate, seconds
@@ -99,6 +100,10 @@ def agree(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
             assert same, (mine, other)
 
 
+def _collect(sql: Callable[[str], DataFrame], query: str) -> list[Any]:
+    return sql(query).collect()
+
+
 def tpch(report: Report, directory: Path, quick: bool) -> None:
     scale, rounds = (0.01, 1) if quick else (0.5, 3)
     files = directory / "tpch"
@@ -113,14 +118,15 @@ def tpch(report: Report, directory: Path, quick: bool) -> None:
             store.snapshot(kind, "loaded")
             with register(store, kind, at="loaded") as registered:
                 for name, query in QUERIES.items():
-                    there = spark.sql(query.format(db="parquet_"))
-                    here = registered.sql(query.format(db=f"{kind}."))
-                    agree(here.collect(), native(store, kind, query))
-                    there.collect()
+                    # Planned anew for each run: what is collected again has its shuffles on disk already.
+                    here = partial(_collect, registered.sql, query.format(db=f"{kind}."))
+                    there = partial(_collect, spark.sql, query.format(db="parquet_"))
+                    agree(here(), native(store, kind, query))
+                    there()
                     ours, parquet, sqlite = alternate(
                         rounds,
-                        partial(seconds, here.collect),
-                        partial(seconds, there.collect),
+                        partial(seconds, here),
+                        partial(seconds, there),
                         partial(seconds, partial(native, store, kind, query)),
                     )
                     report.figure(f"{name}_{kind}_seconds", ours)
