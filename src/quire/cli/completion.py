@@ -45,6 +45,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "MODE": ("off", "shadow", "on"),
     "ARCHIVEMODE": ("async", "sync"),
     "STATUS": ("active", "read_only"),
+    "ORDER": ("name", "written", "size", "alone", "wal", "disk"),
 }
 """Metavar → the words it accepts."""
 
