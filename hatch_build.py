@@ -40,7 +40,7 @@ class ShimHook(BuildHookInterface):
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"  # it knows nothing of Python
 
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatch's signature
         """Remove what was built."""
         if version != "editable":
             self._scratch.cleanup()

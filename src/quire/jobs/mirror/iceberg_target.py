@@ -46,7 +46,12 @@ TO_ICEBERG: dict[str, IcebergType] = {
 }
 
 
-def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> IcebergTarget:  # noqa: ARG001
+def open_table(
+    where: str,
+    app_id: str,
+    options: Mapping[str, str],
+    now_ms: int,  # noqa: ARG001 - every target is opened alike
+) -> IcebergTarget:
     """The table of this name: CATALOG.NAMESPACE.TABLE."""
     return IcebergTarget(where, app_id, options)
 
