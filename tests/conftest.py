@@ -41,12 +41,24 @@ def _work_in_memory() -> None:
     if "TMPDIR" in os.environ or not os.path.isdir(MEMORY):
         return
     if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= ROOM:
-        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same.
-        os.environ["TMPDIR"] = MEMORY
+        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same. The name is
+        # short, because sockets are in there, whose paths may have 107 bytes.
+        os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="q", dir=MEMORY)
         tempfile.tempdir = None
+        _made_here.append(os.environ["TMPDIR"])
 
+
+_made_here: list[str] = []
+"""The directory of this run, in the process that made it."""
 
 _work_in_memory()
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Give the memory back; what a failed run wrote stays for whoever looks into it."""
+    if exitstatus == pytest.ExitCode.OK:
+        for directory in _made_here:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

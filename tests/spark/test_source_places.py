@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire.objects.api import list_objects
-from quire.spark.access import object_options, options_of
+from quire.spark.access import access_of, object_options, options_of
 from quire.spark.sources import manifest_log, pages, stream
 from quire.spark.sources.base import Options, QuireSource
 from tests.objects.conftest import fresh_url, s3_server
@@ -30,6 +30,14 @@ def rows(reader: Any) -> list[dict[str, Any]]:
 
 def asked(source: type[QuireSource], options: dict[str, str], **more: str) -> Options:
     return source.parse({**options, **more})
+
+
+def test_a_store_is_given_opened_by_its_path_or_by_options(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store:
+        for given in (store, str(tmp_path), tmp_path, {"store": str(tmp_path)}):
+            assert options_of(given) == {"store": str(tmp_path)}
+            with access_of(options_of(given)).connect() as client:
+                assert client.server.path == store.path
 
 
 def test_sources_reach_object_stores_as_quire_toml_says(

@@ -98,11 +98,19 @@ def disk_at(path: str, options: Mapping[str, StoreOptions] | None = None) -> Dis
     return RemoteFiles(OsDisk(), root, lambda: open_store(url, options=known or options_at(url, settings, [])))
 
 
-def options_of(store: Served) -> dict[str, str]:
-    """The options by which sources find a store that this process owns; it listens from now on, if it did not.
+StoreLike = Served | str | os.PathLike[str] | Mapping[str, str]
+"""A store that this process owns, the path or address of one that is served, or the options by which sources find it."""
+
+
+def options_of(store: StoreLike) -> dict[str, str]:
+    """The options by which sources find a store. One that this process owns listens from now on, if it did not.
 
     spark.read.format("quire.table").options(**options_of(store)).option("table", "db").load()
     """
+    if isinstance(store, Mapping):
+        return dict(store)
+    if isinstance(store, str | os.PathLike):
+        return {"store": os.fspath(store)}
     socket_path = where_owner_listens(OsDisk(), store.path)
     if not socket_path or not is_alive(socket_path):
         store.serve()

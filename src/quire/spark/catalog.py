@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import NotFound
-from quire.spark.access import Served, access_of, options_of
+from quire.spark.access import StoreLike, access_of, options_of
 from quire.spark.sessions import attach, session
 from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.views import VersionRequest, opened
@@ -160,7 +160,7 @@ class RegisteredDatabase:
 
 
 def register(
-    store: Served | Mapping[str, str],
+    store: StoreLike,
     database: str,
     *,
     at: str = "",
@@ -170,12 +170,12 @@ def register(
 ) -> RegisteredDatabase:
     """Have Spark's SQL know the tables of a SQLite database, as `database.table`.
 
-    `store`: one that this process owns, or the options by which sources reach it. `at`: a snapshot; without, each query reads
-    the newest version. `name`: of the schema, if not the database's. `tables`: all unless some are named.
+    `store`: one that this process owns, the path or address of one that is served, or the options of a source.
+    `at`: a snapshot; without, each query reads the newest version. `name`: of the schema, if not the
+    database's. `tables`: all unless some are named.
     """
     spark = attach(spark) if spark is not None else session()
-    reached = dict(store) if isinstance(store, Mapping) else options_of(store)
-    options = {**reached, "database": database, **({"snapshot": at} if at else {})}
+    options = {**options_of(store), "database": database, **({"snapshot": at} if at else {})}
     known = list(tables) or _tables(options, database)
     if not known:
         raise NotFound("the database has no tables", hint="create one, then register again", database=database)

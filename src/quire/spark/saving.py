@@ -11,11 +11,10 @@ Threads: any. Raises what Spark raises, with our errors in it; `InvalidInput`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput
-from quire.spark.access import Served, options_of
+from quire.spark.access import StoreLike, options_of
 from quire.spark.sessions import attach
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ MODES = {
 
 def save(
     frame: DataFrame,
-    store: Served | Mapping[str, str],
+    store: StoreLike,
     database: str,
     table: str,
     *,
@@ -44,13 +43,13 @@ def save(
 ) -> None:
     """Write a DataFrame to a table, in one transaction.
 
-    `store`: one that this process owns, or the options by which sources reach it. `mode`: Spark's `errorifexists`, `ignore`,
-    `append` or `overwrite`. `create`: make a database or a table that is not there. `options`: others of writing, like `key`.
+    `store`: one that this process owns, the path or address of one that is served, or the options of a source.
+    `mode`: Spark's `errorifexists`, `ignore`, `append` or `overwrite`. `create`: make a database or a table that is not
+    there. `options`: others of writing, like `key`.
     """
     if mode.lower() not in MODES:
         raise InvalidInput(f"Spark's save modes are {', '.join(MODES)}", mode=mode)
     spark_mode, exists = MODES[mode.lower()]
     attach(frame.sparkSession)
     given = {"database": database, "table": table, "exists": exists, "create": "database" if create else "false"}
-    reached = store if isinstance(store, Mapping) else options_of(store)
-    frame.write.format("quire.sqlite").mode(spark_mode).options(**reached, **{**given, **options}).save()
+    frame.write.format("quire.sqlite").mode(spark_mode).options(**options_of(store), **{**given, **options}).save()

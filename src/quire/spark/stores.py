@@ -18,7 +18,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, TypeVar
 
 from quire.core.errors import InvalidInput
-from quire.spark.access import Served, options_of
+from quire.spark.access import StoreLike, options_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -30,10 +30,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def read_stores(spark: SparkSession, stores: Iterable[Served | str], source: str, **options: str) -> DataFrame:
+def read_stores(spark: SparkSession, stores: Iterable[StoreLike], source: str, **options: str) -> DataFrame:
     """The rows that a source (`quire.sqlite`, `quire.kv` …) reads of each store, with the column `_store`: its path or URL.
 
-    A store is an opened one, or the path or URL of one that another process serves. Columns that some lack are null there.
+    A store is an opened one, the path or URL of one that another process serves, or the options of a source.
+    Columns that some lack are null there.
     """
     frames = [_read(spark, store, source, options) for store in stores]
     if not frames:
@@ -41,12 +42,11 @@ def read_stores(spark: SparkSession, stores: Iterable[Served | str], source: str
     return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), frames)
 
 
-def _read(spark: SparkSession, store: Served | str, source: str, options: dict[str, str]) -> DataFrame:
+def _read(spark: SparkSession, store: StoreLike, source: str, options: dict[str, str]) -> DataFrame:
     from pyspark.sql.functions import lit  # heavy, and absent where there is no Spark
 
-    given = {"store": store} if isinstance(store, str) else options_of(store)
-    name = store if isinstance(store, str) else store.path
-    return spark.read.format(source).options(**given, **options).load().withColumn("_store", lit(name))
+    reached = options_of(store)
+    return spark.read.format(source).options(**reached, **options).load().withColumn("_store", lit(reached["store"]))
 
 
 def run_stores(stores: Sequence[S], work: Callable[[S], T]) -> list[T]:

@@ -16,15 +16,14 @@ Threads: any. Raises what Spark raises, with our errors in it.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.functions import col, lit, when
 
-from quire.spark.access import Served, options_of
+from quire.spark.access import StoreLike, options_of
 from quire.spark.sessions import make_active
 from quire.spark.sources.base import default_partitions
 
@@ -38,7 +37,7 @@ KEYS_MAX = 256
 
 def bulk_load(
     frame: DataFrame,
-    store: Served | str | os.PathLike[str] | Mapping[str, str],
+    store: StoreLike,
     database: str,
     *,
     key: str = "key",
@@ -51,12 +50,8 @@ def bulk_load(
     `store`: one that this process owns, or the path or address of one that is served, or the options of a source.
     `partitions`: how many tasks write; eight for each core unless told. One that has at most 128 MiB writes them once.
     """
-    if isinstance(store, Mapping):
-        given = dict(store)
-    else:
-        given = {"store": os.fspath(store)} if isinstance(store, str | os.PathLike) else options_of(store)
     pairs = frame.select(frame[key].alias("key"), frame[value].alias("value"))
-    options = {**given, "database": database, "create": str(create).lower()}
+    options = {**options_of(store), "database": database, "create": str(create).lower()}
     make_active(frame.sparkSession)
     ranged = in_ranges(pairs, partitions or 4 * default_partitions())
     ranged.write.format("quire.kv").mode("append").options(**options).save()
