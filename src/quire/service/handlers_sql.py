@@ -23,8 +23,9 @@ from quire.service.api import CallContext, StoreApi
 from quire.service.holdings import Holdings
 from quire.service.versions import attachable
 from quire.sqlite.function_packs import define_functions
-from quire.sqlite.remote_policy import restrict
+from quire.sqlite.remote_policy import remote_runner
 from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp
+from quire.sqlite.statements import StatementRunner
 
 SQL = "SQL connection"
 """The kind of a holding."""
@@ -49,21 +50,24 @@ class SqlHandlers:
         connection = self._store.sqlite(request.name, at=version, create=request.create, timeout=timeout)
         reads_only = version is None and (request.read_only or not may_write)
         settings = self._store.settings.service
-        idle = settings.sql_transaction_seconds
         if call.is_local:
             define_regexp(connection)
             for pack in request.functions[:PACKS_MAX]:
                 define_functions(connection, pack)
             if reads_only:
                 connection.pragma("query_only", True)
-            served = ServedConnection(connection, transaction_seconds=idle)
+            runner = StatementRunner(connection, lock_seconds=timeout)
         else:
-            policy = restrict(connection, self._store.manifest.clock)
-            policy.read_only = reads_only
-            policy.may_attach = attachable(self._store, call.grant.may_attach)
-            deadline = partial(policy.deadline, settings.sql_statement_seconds)
-            served = ServedConnection(connection, transaction_seconds=idle, deadline=deadline)
-        return self._holdings.add(call.client, SQL, served)
+            runner, _ = remote_runner(
+                connection,
+                self._store.manifest.clock,
+                may_write=not reads_only,
+                is_version=version is not None,
+                may_attach=attachable(self._store, call.grant.may_attach),
+                statement_seconds=settings.sql_statement_seconds,
+                lock_seconds=timeout,
+            )
+        return self._holdings.add(call.client, SQL, ServedConnection(runner, settings.sql_transaction_seconds))
 
     @contextmanager
     def _connection(self, connection: str, call: CallContext) -> Iterator[ServedConnection]:

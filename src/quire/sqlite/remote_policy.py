@@ -25,15 +25,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import apsw
 from apsw.ext import generate_series, make_virtual_module
 
 from quire.core.clock import Clock
+from quire.sqlite.statements import StatementRunner
 from quire.sqlite.vfs import apsw_error
 
 MIB = 1 << 20
+CACHE_KIB = 4_096
+"""Pages that a remote connection keeps: with the 64 MiB of a local one, 500 that have scanned a table would take 34 GB."""
+READ_ONLY_HINT = (
+    "this caller may only read; send a token that may write: the store's admin.token, or `quire token create`"
+)
 PROGRESS_STEPS = 10_000
 """Instructions of SQLite's machine between two looks at the time: well below a millisecond."""
 
@@ -203,6 +210,33 @@ def restrict(connection: apsw.Connection, clock: Clock, limits: RemoteLimits | N
     connection.authorizer = policy.authorize
     connection.set_progress_handler(lambda: policy.is_overdue, PROGRESS_STEPS)
     return policy
+
+
+def remote_runner(
+    connection: apsw.Connection,
+    clock: Clock,
+    *,
+    may_write: bool,
+    is_version: bool,
+    may_attach: Callable[[str], bool],
+    statement_seconds: float,
+    lock_seconds: float = 0.0,
+    synchronous: str = "FULL",
+) -> tuple[StatementRunner, RemotePolicy]:
+    """What runs the SQL of a remote user on a new connection, by whatever protocol it comes; `is_version`: on one that nobody
+    can write to. The connection is closed if this fails."""
+    try:
+        connection.pragma("cache_size", -CACHE_KIB)
+        connection.pragma("synchronous", synchronous)
+        policy = restrict(connection, clock)
+        policy.read_only = not may_write
+        policy.may_attach = may_attach
+        hint = "" if may_write or is_version else READ_ONLY_HINT
+        deadline = partial(policy.deadline, statement_seconds)
+        return StatementRunner(connection, deadline, read_only_hint=hint, lock_seconds=lock_seconds), policy
+    except BaseException:
+        connection.close()
+        raise
 
 
 def limit_heap(size_bytes: int) -> None:

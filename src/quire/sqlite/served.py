@@ -1,12 +1,13 @@
-"""A connection that another process uses: its statements, their rows in bunches, and its errors as values.
+"""A connection that a Python program in another process uses: numbered calls, cursors, and errors of PEP 249 as values.
 
 The other end is `service/remote_sqlite.py`, which is a driver below the classes of PEP 249: what is answered here is what that
-driver must know to behave as the local one, rows ahead included.
+driver must know to behave as the local one, rows ahead included. Statements run as those of every other protocol do
+(`statements.py`).
 
 Rules
   1. A call has a number. The same number again gets the same answer, and nothing is run: whoever has lost an answer asks again.
-  2. Rows are read ahead in bunches, at most `BUNCH_ROWS` and about `BUNCH_BYTES`; a statement ends, and lets go of its version,
-     when its last row is read or its cursor is closed.
+  2. Rows are read ahead in bunches; a statement ends, and lets go of its version, when its last row is read or its cursor is
+     closed.
   3. A transaction in which nothing was done for too long is rolled back; its program is told by the next statement.
   4. An error keeps its class, its code and its text.
 
@@ -17,28 +18,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import apsw
 import msgspec
-from apsw.ext import query_info
 
 from quire.core.errors import QuireError
 from quire.durable.failpoints import hit
 from quire.sqlite.pep249.cursor import as_sqlite3
 from quire.sqlite.pep249.errors import Error, OperationalError, translated
-from quire.sqlite.statements import StatementFailed, next_rows
+from quire.sqlite.statements import NO_STATEMENT, LockRefused, RunningStatement, StatementFailed, StatementRunner
 
-BUNCH_ROWS = 512
-BUNCH_BYTES = 1 << 20
-FIRST_ROWS = 64
-"""Of a statement whose rows nobody has seen yet."""
 CURSORS_MAX = 1_024
 """Statements of one connection that are not at their end."""
 
 Bindings = Sequence[Any] | Mapping[str, Any]
-Deadline = Callable[[], AbstractContextManager[None]]
 
 
 class SqlError(msgspec.Struct, frozen=True, array_like=True):
@@ -71,49 +65,27 @@ class SqlAnswer(msgspec.Struct, frozen=True, array_like=True):
     is_readonly: bool = False
 
 
-class _OpenCursor:
-    """A statement that is not at its end."""
-
-    __slots__ = ("count", "cursor")
-
-    def __init__(self, cursor: apsw.Cursor) -> None:
-        self.cursor = cursor
-        self.count = FIRST_ROWS
-
-
 class ServedConnection:
     """One connection. Made by the handlers of a server."""
 
-    def __init__(
-        self, connection: apsw.Connection, *, transaction_seconds: float, deadline: Deadline = nullcontext
-    ) -> None:
-        """`deadline` bounds how long SQLite works on one call."""
+    def __init__(self, runner: StatementRunner, transaction_seconds: float) -> None:
         # constant after construction
-        self._connection = connection
-        self._deadline = deadline
+        self._runner = runner
         self._transaction_seconds = transaction_seconds
-        self.interrupt = connection.interrupt
+        self.interrupt = runner.interrupt
         # the calling thread's
-        self._cursors: dict[int, _OpenCursor] = {}
+        self._cursors: dict[int, RunningStatement] = {}
+        """Statements that are not at their end."""
         self._number = 0
         self._answer: SqlAnswer | None = None
-        self._lost: OperationalError | None = None
-
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        return self._connection.in_transaction
 
     def answered(self, number: int, run: Callable[[], SqlAnswer]) -> SqlAnswer:
         """The answer to a call (rules 1 and 4)."""
         if number == self._number and self._answer is not None:
             return self._answer
         try:
-            if self._lost is not None:
-                lost, self._lost = self._lost, None
-                raise lost
-            with self._deadline():
-                answer = run()
+            self._runner.tell_lost()
+            answer = run()
         except Exception as error:
             answer = self._state(error=_error_of(error))
         self._number, self._answer = number, answer
@@ -123,88 +95,83 @@ class ServedConnection:
     # ── statements ────────────────────────────────────────────────────────────────────────────────────────────────────
     def prepare(self, sql: str) -> SqlAnswer:
         """What the first statement of a text is; nothing is run."""
-        details = query_info(self._connection, sql)
-        return self._state(
-            columns=tuple(details.description), text=details.first_query, is_readonly=bool(details.is_readonly)
-        )
+        known = self._runner.describe(sql)
+        return self._state(columns=known.columns, text=known.text, is_readonly=known.is_readonly)
 
     def execute(self, cursor_id: int, sql: str, bindings: Bindings, begin: str, closed: Sequence[int]) -> SqlAnswer:
         """Run one statement, up to its first rows; `begin` is run before it."""
         self.close_cursors((*closed, cursor_id))
         if len(self._cursors) >= CURSORS_MAX:
             raise OperationalError("too many statements of this connection are not at their end: close cursors")
-        if begin and self._connection.getautocommit():
-            self._connection.execute(begin)
-        cursor = self._connection.cursor()
-        cursor.execute(sql, bindings)
-        columns = _columns(cursor)
-        if columns is None:
-            return self._state()
-        opened = _OpenCursor(cursor)
-        rows, is_over = _bunch(opened)
-        if not is_over:
-            self._cursors[cursor_id] = opened
-        return self._state(columns=columns, rows=rows, is_over=is_over)
+        self._begin(begin)
+        try:
+            statement = self._runner.run(sql, bindings)
+        except StatementFailed as failed:
+            if failed.code != NO_STATEMENT:
+                raise
+            return self._state()  # to PEP 249 a comment is a statement that does nothing
+        rows = statement.bunch()
+        if not statement.is_over:
+            self._cursors[cursor_id] = statement
+        return self._state(columns=statement.columns or None, rows=rows, is_over=statement.is_over)
+
+    def _begin(self, begin: str) -> None:
+        if begin and self._runner.is_autocommit():
+            self._runner.run(begin)
 
     def fetch(self, cursor_id: int) -> SqlAnswer:
         """The next rows of a statement."""
-        opened = self._cursors.get(cursor_id)
-        if opened is None:
+        statement = self._cursors.get(cursor_id)
+        if statement is None:
             return self._state()
-        rows, is_over = _bunch(opened)
-        if is_over:
+        rows = statement.bunch()
+        if statement.is_over:
             del self._cursors[cursor_id]
-        return self._state(rows=rows, is_over=is_over)
+        return self._state(rows=rows, is_over=statement.is_over)
 
     def many(self, sql: str, rows: Sequence[Bindings], begin: str, closed: Sequence[int]) -> SqlAnswer:
         """Run one statement for each of these; rows that it returns are dropped."""
         self.close_cursors(closed)
-        if begin and self._connection.getautocommit():
-            self._connection.execute(begin)
+        self._begin(begin)
         changed = 0
 
         def counted() -> Iterator[Bindings]:
             nonlocal changed
             for row in rows:
                 yield row
-                changed += self._connection.changes()
+                changed += self._runner.changes()
 
-        for _ in self._connection.executemany(sql, counted()):
-            pass
+        with self._runner.deadline():
+            for _ in self._runner.connection.executemany(sql, counted()):
+                pass
         return self._state(changed=changed)
 
     def script(self, sql: str, closed: Sequence[int]) -> SqlAnswer:
         """Run all statements, and drop their rows."""
         self.close_cursors(closed)
-        for _ in self._connection.execute(sql):
-            pass
+        with self._runner.deadline():
+            for _ in self._runner.connection.execute(sql):
+                pass
         return self._state()
 
     def close_cursors(self, cursor_ids: Sequence[int]) -> None:
         """End statements where they are."""
         for cursor_id in cursor_ids:
-            if (opened := self._cursors.pop(cursor_id, None)) is not None:
-                opened.cursor.close(True)
+            if (statement := self._cursors.pop(cursor_id, None)) is not None:
+                statement.close()
 
     def _state(self, **facts: Any) -> SqlAnswer:
-        connection = self._connection
+        runner = self._runner
         return SqlAnswer(
-            connection.getautocommit(),
-            connection.changes(),
-            connection.total_changes(),
-            connection.last_insert_rowid(),
-            **facts,
+            runner.is_autocommit(), runner.changes(), runner.total_changes(), runner.last_insert_rowid(), **facts
         )
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def is_idle(self, seconds: float) -> None:
         """Roll back a transaction that nobody goes on with (rule 3)."""
-        if seconds >= self._transaction_seconds and self._connection.in_transaction:
+        if seconds >= self._transaction_seconds and not self._runner.is_autocommit():
             self._drop_cursors()
-            self._connection.execute("rollback")
-            self._lost = OperationalError(
-                "the transaction was rolled back: nothing was done in it for too long (service.sql_transaction_seconds)"
-            )
+            self._runner.abandon(self._transaction_seconds)
 
     def _drop_cursors(self) -> None:
         self.close_cursors(list(self._cursors))
@@ -212,7 +179,7 @@ class ServedConnection:
     def close(self) -> None:
         """Close it; what was not committed is rolled back."""
         self._drop_cursors()
-        self._connection.close(True)
+        self._runner.close()
 
 
 def define_regexp(connection: apsw.Connection) -> None:
@@ -225,26 +192,14 @@ def _regexp(*values: Any) -> bool | None:
     return None if text is None else re.search(pattern, text) is not None
 
 
-def _columns(cursor: apsw.Cursor) -> tuple[tuple[str, str | None], ...] | None:
-    """Of a statement that stands at its first row; None if it is over."""
-    try:
-        columns: tuple[tuple[str, str | None], ...] = cursor.get_description()
-    except apsw.ExecutionCompleteError:
-        return None
-    return columns
-
-
-def _bunch(opened: _OpenCursor) -> tuple[list[tuple[Any, ...]], bool]:
-    """The next rows, and whether they are the last (rule 2)."""
-    count, opened.count = opened.count, BUNCH_ROWS
-    try:
-        return next_rows(opened.cursor, count, BUNCH_BYTES)
-    except StatementFailed as failed:
-        raise OperationalError(str(failed)) from None
-
-
 def _error_of(error: Exception) -> SqlError:
     """An error as it is told (rule 4). What is none of SQLite's, of PEP 249 or of ours is a bug, and raised."""
+    if isinstance(error, StatementFailed | LockRefused):
+        cause = error.__cause__
+        if not isinstance(cause, apsw.Error | QuireError | OverflowError | TypeError | ValueError):
+            return SqlError("OperationalError", str(error))
+        told = _error_of(cause)
+        return SqlError(told.kind, str(error), told.code) if isinstance(cause, apsw.ReadOnlyError) else told
     wanted = translated(error) if isinstance(error, apsw.Error | QuireError) else as_sqlite3(error)
     if isinstance(wanted, Error):
         return SqlError(type(wanted).__name__, str(wanted), getattr(wanted, "sqlite_errorcode", 0))

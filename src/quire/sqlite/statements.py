@@ -1,4 +1,5 @@
-"""Statements of other programs on one connection of SQLite's: one at a time, their errors as plain values, and no waiting.
+"""Statements of other programs on one connection of SQLite's: begun one at a time, their rows in bunches, their errors as
+plain values. Every protocol by which a program sends SQL is a translation of this one.
 
 A *refused* statement found the database locked before it did anything: it may be sent again as it is (`LockRefused`). That is
 so for plain `SQLITE_BUSY`, and for any busy code outside a transaction, where nothing was read yet. Inside a transaction that
@@ -40,8 +41,12 @@ Deadline = Callable[[], AbstractContextManager[None]]
 
 NO_STATEMENT, MANY_STATEMENTS = "SQL_NO_STATEMENT", "SQL_MANY_STATEMENTS"
 ARGS_INVALID, UNICODE_ERROR, TOO_LARGE = "ARGS_INVALID", "UNICODE_ERROR", "RESPONSE_TOO_LARGE"
+TRANSACTION_TIMEOUT = "TRANSACTION_TIMEOUT"
 
-ROWS_BYTES = 1 << 20
+BUNCH_ROWS, BUNCH_BYTES = 512, 1 << 20
+"""Rows are fetched so many at a time, fewer if they are large."""
+FIRST_ROWS = 64
+"""Of a statement whose rows nobody has seen yet."""
 ROWS_AT_ONCE = 8
 """Rows are measured so many at a time: measuring each by itself would cost half as much as encoding it."""
 PART_BYTES_MAX = ROWS_AT_ONCE * (64 << 20)
@@ -107,7 +112,7 @@ class _Run:
         return True
 
 
-def next_rows(cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int) -> tuple[list[Any], bool]:
+def _next_rows(cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int) -> tuple[list[Any], bool]:
     """The next rows, at most so many and about so many bytes, and whether they are the last. They are measured while they are
     read: a few values of SQLite's largest size would take all the memory there is."""
     rows: list[Any] = []
@@ -127,23 +132,29 @@ def next_rows(cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int
 class RunningStatement:
     """A statement that was begun: its columns, and its rows in bunches."""
 
-    __slots__ = ("_cursor", "_deadline", "columns", "is_over")
+    __slots__ = ("_bunch_rows", "_cursor", "_deadline", "columns", "is_over")
 
     def __init__(self, cursor: apsw.Cursor, columns: Columns, deadline: Deadline) -> None:
         self._cursor = cursor
         self._deadline = deadline
+        self._bunch_rows = FIRST_ROWS
         self.columns = columns
         self.is_over = False
         """Whether its last row was read."""
 
-    def rows(self, count: int, bytes_max: int = ROWS_BYTES) -> list[tuple[SqlValue, ...]]:
-        """The next rows, at most so many and about so many bytes; none at the end, where the statement is over."""
+    def rows(self, count: int) -> list[tuple[SqlValue, ...]]:
+        """The next rows, at most so many and about `BUNCH_BYTES`; none at the end, where the statement is over."""
         try:
             with self._deadline():
-                rows, self.is_over = next_rows(self._cursor, count, bytes_max)
+                rows, self.is_over = _next_rows(self._cursor, count, BUNCH_BYTES)
         except Exception as error:
             _fail(error)
         return rows
+
+    def bunch(self) -> list[tuple[SqlValue, ...]]:
+        """The next rows: a few, for somebody who wants no more, then as many as are worth a message."""
+        count, self._bunch_rows = self._bunch_rows, BUNCH_ROWS
+        return self.rows(count)
 
     def drain(self) -> int:
         """Run to the end; how many rows there were."""
@@ -162,30 +173,40 @@ class RunningStatement:
 
 
 class StatementRunner:
-    """Runs statements on one connection, which waits for no lock."""
+    """Runs statements on one connection."""
 
     def __init__(
-        self, connection: apsw.Connection, deadline: Deadline = nullcontext, *, read_only_hint: str = ""
+        self,
+        connection: apsw.Connection,
+        deadline: Deadline = nullcontext,
+        *,
+        read_only_hint: str = "",
+        lock_seconds: float = 0.0,
     ) -> None:
         """`deadline` bounds what SQLite does inside it: the beginning of a statement, and each bunch of its rows. Whoever
-        writes where only reading is allowed is told `read_only_hint` behind SQLite's own words."""
+        writes where only reading is allowed is told `read_only_hint` behind SQLite's own words. A lock is waited for in the
+        calling thread for `lock_seconds`."""
         # constant after construction
         self.connection = connection
-        self._deadline = deadline
+        self.deadline = deadline
         self._read_only_hint = read_only_hint
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes
         self.total_changes: Callable[[], int] = connection.total_changes
         self.last_insert_rowid: Callable[[], int] = connection.last_insert_rowid
-        connection.set_busy_timeout(0)
+        connection.set_busy_timeout(round(lock_seconds * 1000))
+        # the connection's
+        self._lost: StatementFailed | None = None
+        """Why the transaction is gone: told once, to the next statement."""
 
-    def run(self, sql: str, bindings: Sequence[SqlValue] = ()) -> RunningStatement:
+    def run(self, sql: str, bindings: Sequence[SqlValue] | Mapping[str, SqlValue] = ()) -> RunningStatement:
         """Begin the one statement of a text; it stands at its first row, or it is over."""
+        self.tell_lost()
         is_autocommit = self.is_autocommit()
         cursor, run = self.connection.cursor(), _Run(sql)
         cursor.exec_trace = run
         try:
-            with self._deadline():
+            with self.deadline():
                 cursor.execute(sql, bindings)
         except apsw.BusyError as error:
             if is_autocommit or getattr(error, "extendedresult", 0) == apsw.SQLITE_BUSY:
@@ -197,7 +218,7 @@ class StatementRunner:
             raise StatementFailed(f"{failed}{hint}", failed.code, failed.extended_code) from error
         except Exception as error:
             _fail(error)
-        return RunningStatement(cursor, run.columns, self._deadline)
+        return RunningStatement(cursor, run.columns, self.deadline)
 
     def describe(self, sql: str) -> Description:
         """What the first statement of a text is; nothing is run."""
@@ -248,9 +269,22 @@ class StatementRunner:
             except apsw.Error as error:
                 _fail(error)
 
+    def abandon(self, seconds: float) -> None:
+        """Roll back a transaction in which nothing was done for so long; its program is told."""
+        self.rollback()
+        text = f"the transaction was rolled back: nothing was done in it for {seconds:g} s (service.sql_transaction_seconds)"
+        self._lost = StatementFailed(text, TRANSACTION_TIMEOUT)
+
+    def tell_lost(self) -> None:
+        """Raise `StatementFailed` if the transaction was abandoned, once."""
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            raise lost
+
     def forget(self) -> None:
         """Before another program has the connection: it sees nothing of what this one did."""
         self.rollback()
+        self._lost = None
         self.connection.set_last_insert_rowid(0)
 
     def release(self) -> None:

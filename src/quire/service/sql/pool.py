@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
 from quire.core.errors import InvalidInput, UnknownDatabase
@@ -23,14 +22,9 @@ from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
 from quire.service.versions import attachable, find_version
 from quire.sqlite.connect import is_usable
-from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, restrict
+from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, remote_runner
 from quire.sqlite.statements import StatementRunner
 
-CACHE_KIB = 4_096
-"""Pages that a remote connection keeps: with SQLite's 64 MiB of a local one, 500 that have scanned a table would take 34 GB."""
-READ_ONLY_HINT = (
-    "this caller may only read; send a token that may write: the store's admin.token, or `quire token create`"
-)
 IDLE_MAX, IDLE_SECONDS = 64, 10.0
 """Connections that wait to be used again, over all databases, and for how long."""
 
@@ -195,20 +189,17 @@ class ConnectionPool:
         return self.find(target)
 
     def _open(self, target: SqlTarget, db_id: int, *, synchronous: str = "FULL") -> SqlConnection:
-        connection = self._connect(target)
-        try:
-            connection.pragma("cache_size", -CACHE_KIB)
-            connection.pragma("synchronous", synchronous)
-            policy = restrict(connection, self._store.manifest.clock)
-            policy.read_only = not target.writable
-            hint = "" if target.writable or target.version else READ_ONLY_HINT
-            deadline = partial(policy.deadline, self._statement_seconds)
-            runner = StatementRunner(connection, deadline, read_only_hint=hint)
-        except BaseException:
-            connection.close()
-            raise
+        runner, policy = remote_runner(
+            self._connect(target),
+            self._store.manifest.clock,
+            may_write=target.writable,
+            is_version=bool(target.version),
+            may_attach=attachable(self._store, target.may_attach),
+            statement_seconds=self._statement_seconds,
+            synchronous=synchronous,
+        )
         self.opened += 1
-        return SqlConnection(runner, policy, target, db_id).lend(target, attachable(self._store, target.may_attach))
+        return SqlConnection(runner, policy, target, db_id)
 
     def _connect(self, target: SqlTarget) -> Any:
         if not target.version:

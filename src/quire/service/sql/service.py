@@ -209,7 +209,8 @@ class SqlService:
 
     async def _roll_back(self, stream: SqlStream) -> None:
         if stream.session is not None:
-            await self._threads.call(stream.session.runner.rollback)
+            seconds = self._settings.sql_transaction_seconds
+            await self._threads.call(partial(stream.session.runner.abandon, seconds))
         stream.is_in_transaction = False
         self.queue(stream.target.name).wake()
 

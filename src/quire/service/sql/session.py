@@ -37,11 +37,6 @@ from quire.sqlite.statements import (
     StatementRunner,
 )
 
-BUNCH_ROWS = 512
-BUNCH_BYTES = 1 << 20
-"""Rows are fetched and encoded so many at a time, fewer if they are large."""
-FIRST_ROWS = 32
-"""Of a statement whose rows nobody has seen yet."""
 STORED_SQLS_MAX = 250
 STORED_BYTES_MAX = 4 << 20
 
@@ -128,8 +123,6 @@ class SqlSession:
         # the stream's
         self._answer_rows = 0
         self._answer_bytes = 0
-        self.lost: StatementFailed | None = None
-        """Why the transaction is gone: told once, to the next statement."""
 
     def begin_answer(self) -> None:
         """What follows is another answer, with limits of its own (rule 2)."""
@@ -190,9 +183,6 @@ class SqlSession:
 
     def _begin(self, sql: str, bindings: Sequence[SqlValue]) -> Work[RunningStatement]:
         """Begin a statement, as soon as the lock it needs is free."""
-        if self.lost is not None:
-            lost, self.lost = self.lost, None
-            raise lost
         while True:
             try:
                 return self.runner.run(sql, bindings)
@@ -363,10 +353,8 @@ def wire_columns(columns: Columns) -> list[p.WireColumn]:
 
 
 def _bunches(statement: RunningStatement, encode: RowEncoder) -> Iterator[tuple[int, bytes]]:
-    """(rows, their bytes): at most `BUNCH_ROWS`, and about `BUNCH_BYTES` before they are encoded."""
-    count = FIRST_ROWS
-    while rows := statement.rows(count, BUNCH_BYTES):
+    """(rows, their bytes)."""
+    while rows := statement.bunch():
         yield len(rows), encode(rows)
         if statement.is_over:
             return
-        count = BUNCH_ROWS

@@ -28,14 +28,12 @@ from dataclasses import dataclass
 from quire.core.events import emit
 from quire.service.sql.pool import SqlConnection, SqlTarget
 from quire.service.sql.session import SqlSession, StoredSqls
-from quire.sqlite.statements import StatementFailed
 
 _BATON = struct.Struct(">QQ")
 _SIGNATURE_BYTES = 20
 assert _BATON.size == 16
 
 INVALID, REUSED, EXPIRED, TOO_MANY = "BATON_INVALID", "BATON_REUSED", "STREAM_EXPIRED", "TOO_MANY_STREAMS"
-TRANSACTION_TIMEOUT = "TRANSACTION_TIMEOUT"
 RELEASE_SECONDS = 1.0
 """A stream that waits this long between two requests gives its cached pages back: hundreds of them may wait."""
 
@@ -265,11 +263,6 @@ class StreamRegistry:
                 await self.close(stream)
                 return
             await self._roll_back(stream)
-            if stream.session is not None:
-                seconds = self.limits.transaction_seconds
-                stream.session.lost = StatementFailed(
-                    f"the transaction was rolled back: nothing was done in it for {seconds:g} s", TRANSACTION_TIMEOUT
-                )
 
     async def close_all(self) -> None:
         """The server ends: everything is rolled back."""
