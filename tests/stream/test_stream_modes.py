@@ -80,6 +80,19 @@ def test_switching_while_the_stream_is_open(world: StreamWorld, path: list[str])
     assert world.payloads() == expected
 
 
+@pytest.mark.parametrize("first", ["shadow", "on"])
+def test_a_segment_that_was_open_when_the_log_was_switched_off_is_the_same_afterwards(
+    world: StreamWorld, first: str
+) -> None:
+    """After a death only the log knows who had opened it, and that is not looked at while it is off."""
+    world.reopen(first)
+    world.stream.append(b"open").result()
+    world.stream.switch("off")
+    world.crash("off")
+    world.stream.switch("on")
+    assert world.stream.compare() == []
+
+
 def test_shadow_writes_the_log_and_compares(world: StreamWorld) -> None:
     world.reopen("shadow")
     work(world)

@@ -57,6 +57,7 @@ class SegmentFacts:
 
     base_offset: int
     epoch: int = 0
+    """Who opened it, 0 where nobody remembers: without the log, recovery finds an open segment by its file alone."""
     sealed: bool = False
     durable_bytes: int = 0
     segment_crc64: int = 0
@@ -119,9 +120,9 @@ def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> lis
 
 def _agree(log: SegmentFacts | None, projection: SegmentFacts | None) -> bool:
     """Whether the two are equal, as far as the projection knows."""
-    if log is not None and projection is not None and not projection.etag:
-        return replace(log, etag="") == projection
-    return log == projection
+    if log is None or projection is None:
+        return log is projection
+    return replace(log, etag=projection.etag and log.etag, epoch=projection.epoch and log.epoch) == projection
 
 
 def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[tuple[Payload, int]]:
