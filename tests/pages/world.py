@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.errors import JobAlreadyPending
+from quire.core.errors import JobAlreadyPending, StoreClosed
 from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.files import Disk, OsDisk
 from quire.jobs.context import JobContext
@@ -168,7 +168,7 @@ class Pages:
     def die(self) -> None:
         """The process ends here: nothing is flushed. What it has open is closed, or tests would run out of descriptors."""
         for store in self.engine.stores():
-            store.wal.forked()
+            store.wal.abandon(StoreClosed("the process has ended"))
         self.engine.sources.close()
         self.manifest.close()
 
