@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import InvalidConfig, ObjectNotFound, ObjectStoreUnavailable
-from quire.objects.options import NO_RETRIES, Retrier, RetryPolicy, Transient
+from quire.objects.options import Retrier, RetryPolicy, Transient
 from quire.testing.clock import ManualClock
 
 
@@ -96,7 +96,7 @@ def test_other_errors_pass_at_once() -> None:
 
 def test_one_attempt_means_no_retries() -> None:
     with pytest.raises(ObjectStoreUnavailable):
-        Bench(NO_RETRIES).run(failures=1)
+        Bench(RetryPolicy(attempts_max=1)).run(failures=1)
 
 
 @pytest.mark.parametrize(

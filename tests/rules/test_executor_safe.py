@@ -47,7 +47,6 @@ EXECUTOR_SAFE = [
     "quire.spark.executor",
     "quire.service.channel",
     "quire.service.tickets",
-    "quire.service.tickets",
     "quire.service.tokens",
     "quire.service.wire",
     "quire.spark.access",

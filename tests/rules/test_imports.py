@@ -103,6 +103,24 @@ def test_every_package_has_a_place_in_the_order() -> None:
     assert not homeless, f"give the package a layer here and in pyproject.toml: {homeless}"
 
 
+LATE_IMPORTS_MAX = 80
+
+
+def late(source: Source) -> list[int]:
+    """The lines of the imports inside functions."""
+    functions = [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = (node for function in functions for node in ast.walk(function))
+    return sorted({node.lineno for node in inner if isinstance(node, ast.Import | ast.ImportFrom)})
+
+
+def test_imports_inside_functions_are_few() -> None:
+    """They are for heavy third-party packages on rare paths; all others stand at the top, where readers look for them."""
+    places = [f"{source.path}:{line}" for source in modules() for line in late(source)]
+    assert len(places) <= LATE_IMPORTS_MAX, "\n".join(places)
+    nested = "import os\ndef f():\n    import a\n    async def g():\n        from b import c\n"
+    assert late(parse("src/quire/a.py", nested)) == [3, 5]
+
+
 def test_imports_point_one_way() -> None:
     assert not [problem for source in inside() for problem in wrong_ways(source)]
 

@@ -33,7 +33,7 @@ from quire.manifest.records import DbKind
 from quire.manifest.tables import DB_NAMES
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
-from quire.spark.sessions import session
+from quire.spark.sessions import spark_runner
 from quire.store.layout import objects_url
 from quire.store.object_location import open_place, options_by_url
 from quire.stream.files import LogFiles, StreamFiles
@@ -248,11 +248,9 @@ def _threads(root: str, stores: Callable[[str], ObjectStore]) -> ThreadRunner:
 
 
 def _spark(cli: Cli, root: str, url: str) -> SparkRunner:
-    from quire.spark.runner import SparkRunner
-
     with cli.reader() as manifest, manifest.read() as txn:
         options = options_by_url(txn, root, cli.settings())
-    return SparkRunner(session(), root=root, objects_url=url, options=options)
+    return spark_runner(root=root, objects_url=url, options=options)
 
 
 def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:

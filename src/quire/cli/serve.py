@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Option, command
@@ -22,6 +22,11 @@ from quire.cli.remote import run_here
 from quire.core.events import emit
 from quire.durable.names import ADMIN_TOKEN
 from quire.service.commands import install
+from quire.service.tokens import Credentials
+
+if TYPE_CHECKING:
+    from quire.service.server import Server
+    from quire.service.web.server import WebServer
 
 
 @command("serve", example="quire serve --http 127.0.0.1:7448")
@@ -58,9 +63,6 @@ def serve(
     It runs until Ctrl-C or SIGTERM. On the network every call needs a token: `quire.connect(ADDRESS, token_file=…)`. With
     --http 127.0.0.1:7448 the dashboard is at http://127.0.0.1:7448.
     """
-    from quire.service.server import Credentials, Server
-    from quire.service.web.server import WebServer
-
     log_to(log)
     install(run_here)
     with until_interrupted() as ending, cli.owner(upkeep=True) as store:

@@ -214,8 +214,7 @@ def _since(began: float) -> float:
 # ── other engines ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def stream(store: Store, guide: Guide) -> dict[str, Any]:
     """Records in one append, read back, then compressed and moved to the object store, and read again."""
-    import pyarrow as pa
-    from pyarrow import compute
+    from pyarrow import array, binary, compute
 
     guide.title("Stream", f"{CLICKS} is a log of records, tiered to the object store")
     clicks = store.stream(CLICKS)
@@ -226,7 +225,7 @@ def stream(store: Store, guide: Guide) -> dict[str, Any]:
     dice = random.Random(2)
     lines = [f'{{"who": "u{dice.randrange(999):03}", "page": "/p/{dice.randrange(40)}"}}' for _ in range(RECORDS)]
     began = CLOCK.monotonic()
-    first = clicks.append(pa.array(lines, pa.binary())).result()
+    first = clicks.append(array(lines, binary())).result()
     seconds = CLOCK.monotonic() - began
     guide.say(f"{RECORDS:,} records, durable after {seconds * 1000:.0f} ms: {round(RECORDS / seconds):,} per second")
     clicks.seal()

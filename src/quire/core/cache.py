@@ -29,18 +29,14 @@ class ByteCache(Generic[K, V]):
         self._lock = threading.Lock()
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self.used_bytes = 0
-        self.hits = 0
-        self.misses = 0
 
     def get(self, key: K) -> V | None:
         """The cached value, or `None`."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                self.misses += 1
                 return None
             self._entries.move_to_end(key)
-            self.hits += 1
             return entry[0]
 
     def put(self, key: K, value: V, size_bytes: int) -> None:

@@ -17,7 +17,6 @@ from quire.core.errors import InvalidInput
 from quire.core.tracing import trace_id
 
 STYLES = ("json", "console")
-LOG_VARIABLE = "QUIRE_LOG"
 
 
 def configure(style: str, *, level: str = "info") -> None:

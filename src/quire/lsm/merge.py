@@ -40,6 +40,11 @@ PAIR = pa.schema([SCHEMA.field("key"), pa.field("value", pa.binary(), nullable=F
 """What a scan gives."""
 
 
+def pairs_batch(keys: list[bytes], values: list[bytes]) -> pa.RecordBatch:
+    """One batch of `PAIR`."""
+    return pa.record_batch([pa.array(keys, pa.binary()), pa.array(values, pa.binary())], schema=PAIR)
+
+
 class RowSource(Protocol):
     """Sorted rows."""
 

@@ -57,9 +57,6 @@ class RetryPolicy:
         return min(self.backoff_max_seconds, self.backoff_first_seconds * 2.0 ** min(attempt - 1, 64))
 
 
-NO_RETRIES = RetryPolicy(attempts_max=1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrier:
     """Runs operations under a policy. Clock, sleep and dice are injected so that tests take no time."""

@@ -49,8 +49,6 @@ WORD = struct.Struct("<Q")
 HEADER_BYTES = 64
 ENTRY_BYTES = 48
 FRAME_HEAD_BYTES = 64
-SHARED_BYTES = 32
-"""What an entry and a frame's head both begin with: everything up to the flags."""
 CRC_BYTES = 8
 HEADER_CHECKED_BYTES = HEADER_BYTES - CRC_BYTES
 ENTRY_CHECKED_BYTES = ENTRY_BYTES - CRC_BYTES

@@ -53,7 +53,7 @@ from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, where_owner_listens
 from quire.service.sql_actions import OpenSql
 from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode
-from quire.service.values import DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
+from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
 from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Client:
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
         """The live databases, by name; see `Store.databases`."""
-        return self._channel.call("databases", m.Databases(**wanted))
+        return self._channel.call("databases", DatabaseFilter(**wanted))
 
     def database(self, name: str) -> DatabaseInfo:
         """A database by name."""

@@ -56,7 +56,7 @@ from quire.service.holdings import Holdings
 from quire.service.idempotency import once
 from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
-from quire.service.values import DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
+from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
 from quire.stream.gaps import begin_at
 from quire.stream.remote_read import SharedStream, share
@@ -136,15 +136,8 @@ class Handlers:
         return {**self._figures(), "manifest": written, "feed_lag": lag, "pages": pages, "followed": followed}
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def do_databases(self, request: m.Databases, _: CallContext) -> Any:
-        return self._store.databases(
-            prefix=request.prefix,
-            kind=request.kind,
-            tag=request.tag,
-            sort=request.sort,
-            limit=request.limit,
-            after=request.after,
-        )
+    def do_databases(self, request: DatabaseFilter, _: CallContext) -> Any:
+        return self._store.databases(**msgspec.structs.asdict(request))
 
     def do_database(self, request: m.OfDatabase, _: CallContext) -> Any:
         return self._store.database(request.name)

@@ -44,7 +44,7 @@ from quire.service.tickets import Scope as Scope
 from quire.service.tickets import Shelf as Shelf
 from quire.service.tickets import TableTicket as TableTicket
 from quire.service.tickets import TakeIds as TakeIds
-from quire.service.values import DatabaseInfo, DroppedDatabase, Hello, StoreInfo
+from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
 from quire.service.wire import ErrorForm
 
 Tags = dict[str, str]
@@ -60,17 +60,6 @@ class Nothing(Request, frozen=True):
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class OfDatabase(DatabaseRequest, frozen=True):
     """A database by its name."""
-
-
-class Databases(Request, frozen=True):
-    """See `quire.service.values.DatabaseFilter`."""
-
-    prefix: str = ""
-    kind: str = ""
-    tag: str = ""
-    sort: str = "name"
-    limit: int = 0
-    after: str = ""
 
 
 class Create(Request, frozen=True):
@@ -428,7 +417,7 @@ ACTIONS: dict[str, Action] = {
         Action("hello", Nothing, Hello, Role.READ, scope=Scope.HELD),
         _read("info", Nothing, StoreInfo),
         _read("figures", Nothing, dict[str, Any]),
-        _read("databases", Databases, list[DatabaseInfo]),
+        _read("databases", DatabaseFilter, list[DatabaseInfo]),
         on_database("database", OfDatabase, DatabaseInfo, Role.READ),
         _read("readers", OfDatabase, list[ReaderInfo]),
         _once("create", Create, DatabaseInfo),

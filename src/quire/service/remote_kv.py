@@ -77,14 +77,11 @@ class RemoteRanges(KvRanges):
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         """The keys and values of a range, as Arrow batches."""
-        import pyarrow as pa  # gets, puts and scans of pairs do without
-
-        from quire.lsm.merge import PAIR
+        from quire.lsm.merge import pairs_batch  # loads Arrow: gets, puts and scans of pairs do without
 
         for page in self._pages(low, high, reverse):
             if page.keys:
-                columns = [pa.array(page.keys, pa.binary()), pa.array(page.values, pa.binary())]
-                yield pa.record_batch(columns, schema=PAIR)
+                yield pairs_batch(page.keys, page.values)
 
     def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
         """The same as pairs, a page at a time."""

@@ -338,10 +338,6 @@ def _payloads(records: Records) -> list[bytes]:
 
 
 def _batch(records: list[StreamRecord]) -> pa.RecordBatch:
-    import pyarrow as pa  # most programs want records
+    from quire.stream.arrow_batches import batch_of  # loads Arrow: most programs want records
 
-    from quire.stream.arrow_batches import SCHEMA
-
-    ids, stamps, payloads = zip(*records)
-    columns = [pa.array(values, field.type) for values, field in zip((ids, stamps, payloads), SCHEMA)]
-    return pa.record_batch(columns, schema=SCHEMA)
+    return batch_of(records)

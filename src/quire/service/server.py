@@ -46,6 +46,7 @@ from quire.service.signed_tokens import accepted_tokens
 from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, listens, place_of, retract
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tables import TableStream
+from quire.service.tokens import Credentials
 from quire.service.values import ServiceFigures
 from quire.service.wire import read_call, write_answer, write_error, write_form
 
@@ -54,16 +55,6 @@ TICKET_BYTES_MAX = 64 * 1024
 LONG_POLLS = frozenset({"feed.wait", "stream.wait", STREAM_TAIL})
 """Actions that wait for something to happen."""
 UNLIMITED = frozenset(action.name for action in SQL_ACTIONS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credentials:
-    """What a server on the network needs; empty paths of tokens mean the files in the store."""
-
-    admin_token_file: str = ""
-    read_token_file: str = ""
-    tls_cert_file: str = ""
-    tls_key_file: str = ""
 
 
 class Server:

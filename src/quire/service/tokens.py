@@ -27,6 +27,16 @@ TOKEN_BYTES_MAX = 16 * 1024
 """Of a signed token: some hundred names of databases fit."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a server on the network needs; empty paths of tokens mean the files in the store."""
+
+    admin_token_file: str = ""
+    read_token_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+
+
 def ensure_token(path: str) -> str:
     """The token in a file, which is made with a new one if it is not there."""
     token = secrets.token_urlsafe(32)

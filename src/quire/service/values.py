@@ -9,6 +9,7 @@ import msgspec
 from quire.archive.status import ArchiveStatus
 from quire.core.reader_info import ReaderInfo
 from quire.manifest.records import DbKind, DbStatus
+from quire.service.tickets import Request
 
 
 class NamespacePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +59,7 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where its objects go; empty for the store's own object store."""
 
 
-class DatabaseFilter(msgspec.Struct, frozen=True, kw_only=True):
+class DatabaseFilter(Request, frozen=True, kw_only=True):
     """Which databases a list has, and in which order."""
 
     prefix: str = ""

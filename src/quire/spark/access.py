@@ -24,12 +24,12 @@ from quire.durable import names
 from quire.durable.files import OsDisk, read_all
 from quire.objects.open import REMOTE_SCHEMES, open_store
 from quire.objects.options import options_at
+from quire.service.channel import Channel
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
 if TYPE_CHECKING:
     from quire.durable.files import Disk
     from quire.objects.options import StoreOptions
-    from quire.service.channel import Channel
     from quire.service.client import Client
     from quire.service.values import Hello
 
@@ -61,8 +61,6 @@ class OwnerAddress:
 
     def channel(self) -> Channel:
         """A bare connection: all that an executor needs."""
-        from quire.service.channel import Channel
-
         return Channel(self.uri, token_file=self.token_file, tls_ca_file=self.tls_ca_file, call_seconds=CALL_SECONDS)
 
 

@@ -73,8 +73,7 @@ class TracebackFilter:
 
 def launch(settings: dict[str, str]) -> None:
     """Start the JVM of this process, if it has none yet, and pass on what it says."""
-    from pyspark import SparkConf, SparkContext
-    from pyspark.java_gateway import launch_gateway
+    from pyspark import SparkConf, SparkContext, java_gateway
 
     context: Any = SparkContext
     if context._gateway is not None or "PYSPARK_GATEWAY_PORT" in os.environ:  # `spark-submit` has started it
@@ -83,7 +82,7 @@ def launch(settings: dict[str, str]) -> None:
     reading, writing = os.pipe()
     threading.Thread(target=_pass_on, args=(reading,), name="quire-spark-stderr", daemon=True).start()
     try:
-        gateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
+        gateway = java_gateway.launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
     finally:
         os.close(writing)
     context._ensure_initialized(gateway=gateway, conf=conf)

@@ -29,6 +29,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
 
 from quire.core.errors import InvalidConfig, QuireError, SparkUnavailable
 from quire.core.ids import U64_MAX
@@ -54,8 +58,7 @@ from quire.spark.executor import (
 from quire.spark.sessions import is_connect, make_active
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructType
+    from pyspark.sql import DataFrame
 
     from quire.jobs.runner import Numbers
 
@@ -268,8 +271,6 @@ def _job_of(step: Callable[..., Any]) -> str:
 @cache
 def _schema(ddl: str) -> StructType:
     """Parsed once: Spark asks its JVM each time, which takes 3 ms."""
-    from pyspark.sql.types import StructType
-
     schema = StructType.fromDDL(ddl)
     assert isinstance(schema, StructType)
     return schema
@@ -278,8 +279,6 @@ def _schema(ddl: str) -> StructType:
 @contextmanager
 def _active_as_before() -> Iterator[None]:
     """Have the session active afterwards that is active now: making a frame changes it."""
-    from pyspark.sql import SparkSession
-
     before = SparkSession.getActiveSession()
     try:
         yield
@@ -375,9 +374,6 @@ def _watched(spark: SparkSession, action: Callable[[], list[Any]], tick: Callabl
 
 
 def _translated(error: BaseException) -> BaseException:
-    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-    from pyspark.errors import PySparkException
-
     if not isinstance(error, (PySparkException, Py4JError)):
         return error
     said = str(error).strip().splitlines()

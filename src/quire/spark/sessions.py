@@ -35,6 +35,8 @@ from quire.spark.jvm_log import launch
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from quire.spark.runner import SparkRunner
+
 MEMORY_SHARE = 4
 """A JVM of ours gets a quarter of the machine …"""
 MEMORY_MIN_MIB, MEMORY_MAX_MIB = 512, 4_096
@@ -94,6 +96,14 @@ def session(
             launch(settings)
         spark = builder.getOrCreate()
     return attach(spark)
+
+
+def spark_runner(**options: Any) -> SparkRunner:
+    """A `SparkRunner` in the running session, or in a new one; `options` are the runner's."""
+    spark = session()  # first: without pyspark it says what to install
+    from quire.spark.runner import SparkRunner
+
+    return SparkRunner(spark, **options)
 
 
 def choose_python(config: Mapping[str, str]) -> None:

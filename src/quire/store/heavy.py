@@ -40,7 +40,7 @@ from quire.manifest.records import DbKind, DbStatus, JobKind, WalState
 from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
-from quire.spark.sessions import session
+from quire.spark.sessions import spark_runner
 from quire.store.object_location import options_of
 
 if TYPE_CHECKING:
@@ -345,10 +345,8 @@ def audit_bucket(
     tools = Tools(Sources(root="", disk=disk, open_store=stores, cache=PageCache(0)), stores, disk, "")
 
     def spark() -> Runner:
-        from quire.spark.runner import SparkRunner
-
         named = {url: options} if options is not None else {}
-        return SparkRunner(session(), root="", objects_url=url, options=named)
+        return spark_runner(root="", objects_url=url, options=named)
 
     def choose(size_bytes: int) -> Runner:
         threads = ThreadRunner(tools, AUDIT_THREADS, label="quire-archive-audit")

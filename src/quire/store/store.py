@@ -32,6 +32,7 @@ from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
+from quire.service.tokens import Credentials
 from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
 from quire.store import layout, many, object_location
 from quire.store.backup import back_up
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from quire.objects.ownership import OwnerState
     from quire.pages.engine import PageEngine
     from quire.pages.view import SnapshotView
-    from quire.service.server import Credentials, Server
+    from quire.service.server import Server
     from quire.service.web.server import WebServer
     from quire.sqlite.connect import At, Connection
     from quire.sqlite.followers import FileFollowers
@@ -535,7 +536,7 @@ class Store:
         Without an address on the store's Unix socket. `grpc://HOST:PORT` and `grpc+tls://HOST:PORT` ask every caller for a
         token: the files are made if they are not there, by default `admin.token` and `read.token` in the store.
         """
-        from quire.service.server import Credentials, Server
+        from quire.service.server import Server
 
         self._check()
         credentials = Credentials(
@@ -544,8 +545,7 @@ class Store:
             tls_cert_file=tls_cert_file,
             tls_key_file=tls_key_file,
         )
-        server = Server(self, address, credentials)
-        self._servers.append(server)
+        self._servers.append(server := Server(self, address, credentials))
         return server
 
     def serve_http(self, address: str = "127.0.0.1:7448", credentials: Credentials | None = None) -> WebServer:

@@ -34,7 +34,7 @@ from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import SnapshotInfo
 from quire.objects.open import open_store
-from quire.spark.sessions import session
+from quire.spark.sessions import spark_runner
 from quire.store.object_location import options_by_url, options_of
 from quire.store.write_permission import ObjectRights
 from quire.stream.engine import StreamEngine
@@ -279,14 +279,11 @@ class Wiring:
 
     def _spark(self) -> Runner:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""
-        from quire.spark.runner import SparkRunner
-
-        spark, context = session(), self.context
+        context = self.context
         with self._manifest.read() as txn:
             options = options_by_url(txn, context.root, self._settings)
         sees = True if context.settings.executors_see_store else None
-        return SparkRunner(
-            spark,
+        return spark_runner(
             root=context.root,
             objects_url=context.objects_url,
             shares_disk=sees,

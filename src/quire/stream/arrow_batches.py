@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quire.core.limits import KIB
-from quire.stream.spans import Plain, RecordSpan
+from quire.stream.spans import BATCH_BYTES, Plain, RecordSpan, StreamRecord
 
 SCHEMA = pa.schema(
     [
@@ -25,9 +24,8 @@ SCHEMA = pa.schema(
 _ID, _TIMESTAMP = SCHEMA.field(0).type, SCHEMA.field(1).type
 _over = pa.Array.from_buffers
 
-BATCH_BYTES = 128 * KIB
 BATCH_ROWS = 65_536
-"""Small blocks are put together, which copies them, until a batch has so much; others are batches as they are."""
+"""A batch that is put together from small spans has no more."""
 
 
 class Batches:
@@ -83,6 +81,12 @@ class Batches:
             stamps = np.full(rows, stamp, np.int64)
             self._stamp, self._stamps = stamp, _over(_TIMESTAMP, len(stamps), [None, pa.py_buffer(stamps)])
         return self._stamps.slice(0, rows)
+
+
+def batch_of(records: Iterable[StreamRecord]) -> pa.RecordBatch:
+    """One record batch of records that were read one by one; there is at least one."""
+    columns = [pa.array(values, field.type) for values, field in zip(zip(*records), SCHEMA)]
+    return pa.record_batch(columns, schema=SCHEMA)
 
 
 def _column(span: RecordSpan) -> Any:

@@ -39,7 +39,7 @@ from quire.stream.segment import (
     is_body_good,
 )
 from quire.stream.sources import WINDOW_BYTES
-from quire.stream.spans import RecordSpan, StreamRecord
+from quire.stream.spans import RecordSpan, StreamRecord, record_batches
 from quire.stream.state import load_state
 
 if TYPE_CHECKING:
@@ -166,9 +166,7 @@ class StreamFileReader:
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches."""
-        from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands have no use for
-
-        yield from Batches().of(self._asked(start, stop))
+        yield from record_batches(self._asked(start, stop))
 
     def _asked(self, start: int | None, stop: int | None) -> Iterator[RecordSpan]:
         look = self.look()

@@ -35,7 +35,7 @@ from quire.stream.sources import (
     retried,
     warm_source,
 )
-from quire.stream.spans import RecordSpan, StreamRecord
+from quire.stream.spans import RecordSpan, StreamRecord, record_batches
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -101,11 +101,9 @@ class StreamReader:
             yield from span.records()
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
-        """The same as Arrow record batches (`reading.SCHEMA`)."""
-        from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands have no use for
-
+        """The same as Arrow record batches (`arrow_batches.SCHEMA`)."""
         first, last = self._range(start, stop)
-        yield from Batches().of(self._spans(first, last))
+        yield from record_batches(self._spans(first, last))
 
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""

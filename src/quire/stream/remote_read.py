@@ -29,7 +29,7 @@ from quire.stream.gaps import begin_at
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import StreamSegment
 from quire.stream.sources import VERIFY, Lost, StreamCache, hot_source, remote_source, retried, warm_source
-from quire.stream.spans import RecordSpan
+from quire.stream.spans import RecordSpan, record_batches
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -190,9 +190,7 @@ class SharedReader:
 
     def batches(self, segments: tuple[SharedSegment, ...], start: int, stop: int) -> Iterator[Any]:
         """Record batches (`arrow_batches.SCHEMA`) of the records in [start, stop); `segments` have them, as far as is known."""
-        from quire.stream.arrow_batches import Batches  # loads Arrow; who wants spans does without
-
-        yield from Batches(BATCH_BYTES).of(self.spans(segments, start, stop))
+        yield from record_batches(self.spans(segments, start, stop), BATCH_BYTES)
 
     def spans(self, segments: tuple[SharedSegment, ...], position: int, stop: int) -> Iterator[RecordSpan]:
         """The records of [position, stop)."""

@@ -11,7 +11,7 @@ Pure functions and values, any thread; importable on executors. Format page: `do
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,11 +41,21 @@ SMALL_BYTES = 12 * KIB
 FEW_BLOCKS = 16
 """Fewer than this are taken one by one: putting them together has a price of its own, and a tail reads one at a time."""
 
+BATCH_BYTES = 128 * KIB
+"""Spans are put together, which copies them, until an Arrow batch has so much; larger ones are batches as they are."""
+
 EARLY_RECORDS = 1024
-"""Taken out of plain columns before Arrow is loaded (0.2 ms of them."""
+"""Taken out of plain columns before Arrow is loaded (0.2 ms of them)."""
 
 _early_records = 0
 """Taken out so far; more than `EARLY_RECORDS` once Arrow is there. Threads may count a little wrong together."""
+
+
+def record_batches(spans: Iterable[RecordSpan], batch_bytes: int = BATCH_BYTES) -> Iterator[Any]:
+    """Arrow record batches of spans (`arrow_batches.SCHEMA`), each of about so many bytes."""
+    from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands have no use for
+
+    return Batches(batch_bytes).of(spans)
 
 
 class Plain:

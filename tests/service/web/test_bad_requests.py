@@ -19,8 +19,8 @@ from websockets.sync.client import connect
 
 import quire
 from quire.service import admission
-from quire.service.server import Credentials
 from quire.service.signed_tokens import create_token, ensure_signing_key
+from quire.service.tokens import Credentials
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from quire.testing import ManualClock

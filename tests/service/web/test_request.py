@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.service.server import Credentials
+from quire.service.tokens import Credentials
 from quire.service.web.dashboard import BODY_BYTES_MAX
 from quire.service.web.headers import SECURITY_HEADERS as HEADERS
 from quire.service.web.server import WebServer

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from quire.core.errors import InvalidConfig, InvalidInput
-from quire.service.server import Credentials
 from quire.service.sockets import SocketPath, binding
+from quire.service.tokens import Credentials
 
 HTTP, HTTPS, UNIX = "http", "https", "http+unix"
 LOOPBACK = "127.0.0.1"

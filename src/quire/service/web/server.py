@@ -33,8 +33,8 @@ from quire.core.errors import QuireError, ReadOnly
 from quire.core.events import emit
 from quire.service.admission import Refusals
 from quire.service.grants import Grant
-from quire.service.server import Credentials
 from quire.service.signed_tokens import accepted_tokens
+from quire.service.tokens import Credentials
 from quire.service.web.accepting import accept_connections
 from quire.service.web.access import LOOPBACK_READS, LOOPBACK_WRITES, WebGate, is_loopback
 from quire.service.web.app import Application, make_parts
