@@ -10,6 +10,7 @@ from tests.rules.tree import sources
 CALLERS = {
     "src/quire/service/frame_server.py: frames-call",
     "src/quire/service/sql/threads.py: sql-worker-{len(self._threads)}",
+    "src/quire/service/web/calls.py: http-call",
     "src/quire/service/web/server.py: web-call",
 }
 """Threads that acknowledge changes to somebody."""

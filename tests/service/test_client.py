@@ -244,9 +244,14 @@ def test_a_closed_client_says_so(server: Any) -> None:
 
 
 def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
-    for uri in ("http://x:1", "grpc://", "grpc+unix://"):
+    for uri in ("ftp://x:1", "grpc://", "grpc+unix://", "http://", "http://x:99999"):
         with pytest.raises(quire.InvalidInput, match="not the address"):
             quire.connect(uri)
+    for uri in ("http://x:1/db/shop", "https://user:word@x:1"):
+        with pytest.raises(quire.InvalidInput, match="a host and a port") as refused:
+            quire.connect(uri)
+        assert "://x:1 and name the database" in refused.value.hint
+        assert "word" not in str(refused.value)
     with pytest.raises(quire.InvalidInput, match="no owner listens"):
         quire.connect(tmp_path)
 

@@ -24,7 +24,7 @@ from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.service.world import OWNER, end, line, losing_answers, process, served
 
-CARRIERS = ("local", "frames", "flight")
+CARRIERS = ("local", "frames", "flight", "http")
 
 
 @pytest.fixture(params=CARRIERS)
@@ -34,8 +34,8 @@ def door(request: pytest.FixtureRequest, path: Path) -> Iterator[Store | Client]
         with quire.open(path) as store:
             yield store
         return
-    address = None if request.param == "frames" else "grpc://127.0.0.1:0"
-    token = str(path / "admin.token") if request.param == "flight" else ""
+    address = {"frames": None, "flight": "grpc://127.0.0.1:0", "http": "http://127.0.0.1:0"}[request.param]
+    token = str(path / "admin.token") if address else ""
     with served(path, address) as (_, server), quire.connect(server.address, token_file=token) as client:
         yield client
 

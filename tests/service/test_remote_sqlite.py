@@ -24,14 +24,14 @@ from tests.service.world import OWNER, end, line, losing_answers, process, serve
 Connect = Callable[..., dbapi.Connection]
 
 
-@pytest.fixture(params=["local", "frames", "flight"])
+@pytest.fixture(params=["local", "frames", "flight", "http"])
 def open_shop(request: pytest.FixtureRequest, path: Path) -> Iterator[Connect]:
     """Opens connections to `shop`: in this process, or through a client."""
     if request.param == "local":
         with quire.open(path) as store:
             yield lambda **options: dbapi.wrap(store.sqlite("shop", create="at" not in options, **options))
         return
-    address = None if request.param == "frames" else "grpc://127.0.0.1:0"
+    address = {"frames": None, "flight": "grpc://127.0.0.1:0", "http": "http://127.0.0.1:0"}[request.param]
     token = str(path / "admin.token") if address else ""
     with served(path, address) as (_, server), quire.connect(server.address, token_file=token) as client:
         yield lambda **options: client.sqlite("shop", create="at" not in options, check_same_thread=False, **options)
@@ -141,8 +141,9 @@ def test_what_needs_sqlite_in_this_process_says_so(client: Client) -> None:
 
 
 # ── what may be done ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: Path) -> None:
-    with served(path, "grpc://127.0.0.1:0") as (store, server):
+@pytest.mark.parametrize("address", ["grpc://127.0.0.1:0", "http://127.0.0.1:0"])
+def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: Path, address: str) -> None:
+    with served(path, address) as (store, server):
         with quire.connect(server.address, token_file=str(path / "admin.token")) as admin:
             writer = admin.sqlite("shop", create=True)
             writer.execute("create table t(a)")
@@ -152,7 +153,7 @@ def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: 
                 writer.execute("vacuum into '/tmp/x'")
         with quire.connect(server.address, token_file=str(path / "read.token")) as reader:
             assert reader.sqlite("shop").execute("select count(*) from t").fetchone() == (0,)
-            with pytest.raises(dbapi.OperationalError, match="readonly.*quire token create"):
+            with pytest.raises(dbapi.OperationalError, match=r"readonly.*quire token create"):
                 reader.sqlite("shop").execute("insert into t values (1)")
             assert reader.sqlite("shop").execute("pragma cache_size").fetchone() == (-4096,), "a server has hundreds"
             with pytest.raises(quire.AccessDenied):

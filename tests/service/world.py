@@ -42,7 +42,11 @@ def settings(**service: Any) -> StoreSettings:
 @contextmanager
 def served(path: Path, address: str | None = None, **service: Any) -> Iterator[tuple[Store, Any]]:
     """A store and its server."""
-    with quire.open(path, settings=settings(**service)) as store, store.serve(address) as server:
+    is_http = address is not None and address.startswith("http")
+    with (
+        quire.open(path, settings=settings(**service)) as store,
+        store.serve_http(str(address)) if is_http else store.serve(address) as server,
+    ):
         yield store, server
 
 

@@ -13,7 +13,8 @@ Rules
   4. Owner and client say their versions with every call; who does not understand the other says so.
   5. A call carries the trace that its caller is in.
   6. A channel belongs to its process: after fork() the child makes a connection of its own.
-  7. On the owner's machine calls travel as frames (`frames.py`), elsewhere by Flight, which brings Arrow everywhere.
+  7. On the owner's machine calls travel as frames (`frames.py`), to an address of HTTP over HTTP (`http_carrier.py`), elsewhere
+     by Flight, which alone brings Arrow.
 
 Threads: any. Raises what the owner raised, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`.
 """
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import pyarrow as pa
@@ -45,8 +46,11 @@ from quire.core.errors import (
 )
 from quire.core.tracing import carried
 from quire.durable.files import translated
-from quire.service.frame_carrier import FrameBroken, FrameCarrier, FrameTimedOut
+from quire.service.carrier import CallBroken, CallTimedOut, Carrier
+from quire.service.frame_carrier import FrameCarrier
 from quire.service.frames import CLIENT_BYTES
+from quire.service.http_carrier import SCHEMES as HTTP_SCHEMES
+from quire.service.http_carrier import HttpCarrier
 from quire.service.tickets import Action, Request, TableTicket
 from quire.service.tokens import read_token
 from quire.service.wire import (
@@ -75,7 +79,7 @@ PAUSE_SECONDS_MAX = 1.0
 STREAM_SECONDS = 60.0
 """A stream goes on with another call after this long."""
 
-SCHEMES = ("grpc", "grpc+tls", "grpc+unix")
+SCHEMES = ("grpc", "grpc+tls", "grpc+unix", *HTTP_SCHEMES)
 
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -102,13 +106,7 @@ class Channel:
     def __init__(
         self, uri: str, *, token_file: str = "", tls_ca_file: str = "", call_seconds: float = CALL_SECONDS
     ) -> None:
-        parts = urlsplit(uri)
-        if parts.scheme not in SCHEMES or not (parts.path if parts.scheme == "grpc+unix" else parts.hostname):
-            raise InvalidInput(
-                "not the address of an owner",
-                hint="grpc+unix:///PATH, grpc://HOST:PORT or grpc+tls://HOST:PORT",
-                uri=uri,
-            )
+        parts = _checked(uri)
         # constant after construction
         self.uri = uri
         self.token_file = token_file
@@ -117,13 +115,15 @@ class Channel:
         self._location = uri.replace("grpc://", "grpc+tcp://", 1) if parts.scheme == "grpc" else uri
         self._roots = _read(tls_ca_file) if tls_ca_file else None
         client = os.urandom(CLIENT_BYTES)
-        self._frames = FrameCarrier(parts.path, client, WIRE_VERSION) if parts.scheme == "grpc+unix" else None
-        self._headers = [
-            (VERSION_HEADER.encode(), str(WIRE_VERSION).encode()),
-            (CLIENT_HEADER.encode(), client.hex().encode()),
-        ]
+        headers = {VERSION_HEADER: str(WIRE_VERSION), CLIENT_HEADER: client.hex()}
         if token_file:
-            self._headers.append((TOKEN_HEADER.encode(), b"Bearer " + read_token(token_file).encode()))
+            headers[TOKEN_HEADER] = f"Bearer {read_token(token_file)}"
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._own: Carrier[Any] | None = None
+        if parts.scheme == "grpc+unix":
+            self._own = FrameCarrier(parts.path, client, WIRE_VERSION)
+        elif parts.scheme in HTTP_SCHEMES:
+            self._own = HttpCarrier(parts.scheme, str(parts.hostname), parts.port, headers, tls_ca_file)
         # guarded by _lock
         self._lock = threading.Lock()
         self._client: Any = None
@@ -138,18 +138,18 @@ class Channel:
             client, self._client = self._client, None
         if client is not None and self._pid == os.getpid():
             client.close()
-        if self._frames is not None:
-            self._frames.close()
+        if self._own is not None:
+            self._own.close()
 
     @property
     def is_connected(self) -> bool:
         """Whether the owner knows by a connection that this client lives."""
-        return self._frames is not None and self._frames.is_there()
+        return isinstance(self._own, FrameCarrier) and self._own.is_there()
 
     def _carrier(self) -> Any:
         """What the next call travels with (rule 7)."""
-        if self._frames is not None and not self._closed and self._frames.is_there():
-            return self._frames
+        if self._own is not None and not self._closed and self._own.is_there():
+            return self._own
         return self._connected()
 
     def _connected(self) -> Any:
@@ -170,7 +170,7 @@ class Channel:
     def _reconnect(self, failed: Any) -> None:
         """Connect anew after a failed attempt. The old connection is left to those who still use it, and closes itself
         with the last of them."""
-        if isinstance(failed, FrameCarrier):
+        if isinstance(failed, Carrier):
             failed.drop_idle()
             return
         with self._lock:
@@ -209,7 +209,7 @@ class Channel:
         headers = [*self._headers, (TRACE_HEADER.encode(), trace.encode())] if trace else self._headers
 
         def attempt(client: Any, seconds: float) -> Any:
-            if isinstance(client, FrameCarrier):
+            if isinstance(client, Carrier):
                 return read_answer(client.call(name, trace, body, min(seconds, attempt_seconds)), action.answer)
             options = flight.FlightCallOptions(timeout=min(seconds, attempt_seconds), headers=headers)
             whole = b"".join([bytes(part.body) for part in client.do_action(flight.Action(name, body), options)])
@@ -231,7 +231,7 @@ class Channel:
                 if not refused.form.again:
                     raise error_of(refused.form) from None
                 failure: Exception = refused
-            except (FrameBroken, FrameTimedOut) as error:
+            except (CallBroken, CallTimedOut) as error:
                 failure = error
             except (flight.FlightError, pa.ArrowException) as error:
                 if not isinstance(error, _AGAIN):
@@ -250,6 +250,12 @@ class Channel:
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def stream(self, ticket: TableTicket) -> Iterator[pa.RecordBatch]:
         """The batches of a ticket. A stream that breaks goes on behind the last row that was given."""
+        if isinstance(self._own, HttpCarrier):
+            raise InvalidInput(
+                "tables of the manifest travel as Arrow, by Flight only",
+                hint="have the owner listen for it, `quire serve --listen grpc://HOST:PORT`, and connect there",
+                uri=self.uri,
+            )
         left, moved_at, pause = ticket.rows_max or None, time.monotonic(), PAUSE_SECONDS
         while left is None or left != 0:
             opened = self._until_answered(
@@ -290,6 +296,24 @@ class Channel:
             self._client = None
 
 
+def _checked(uri: str) -> SplitResult:
+    """The parts of an owner's address."""
+    try:
+        parts = urlsplit(uri)
+        is_good = parts.scheme in SCHEMES and bool(parts.path if parts.scheme == "grpc+unix" else parts.hostname)
+        _ = parts.port
+    except ValueError:
+        is_good = False
+    if not is_good:
+        hint = "http://HOST:PORT, https://HOST:PORT, grpc+unix:///PATH, grpc://HOST:PORT or grpc+tls://HOST:PORT"
+        raise InvalidInput("not the address of an owner", hint=hint, uri=uri)
+    if parts.scheme in HTTP_SCHEMES and (parts.path not in ("", "/") or parts.query or parts.username is not None):
+        plain = f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+        hint = f'connect to {plain} and name the database there, as in .sqlite("shop"); a token comes from token_file=…'
+        raise InvalidInput("an owner's address is a host and a port", hint=hint)
+    return parts
+
+
 def _form(error: Exception) -> ErrorForm | None:
     """What the owner said about an error, if it was the owner's."""
     detail = getattr(error, "extra_info", None)
@@ -308,7 +332,7 @@ def _explained(error: Exception, uri: str) -> QuireError:
 
 
 def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireError:
-    if isinstance(failure, flight.FlightTimedOutError | FrameTimedOut):
+    if isinstance(failure, flight.FlightTimedOutError | CallTimedOut):
         return TimedOut(
             "the owner did not answer in time", hint="it may still do it", call=name, seconds=seconds, uri=uri
         )

@@ -69,7 +69,8 @@ TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
 def connect(
     uri: str | os.PathLike[str], *, token_file: str = "", tls_ca_file: str = "", timeout: float = CALL_SECONDS
 ) -> Client:
-    """Connect to the owner of a store: `grpc+unix:///PATH`, `grpc://HOST:PORT`, `grpc+tls://HOST:PORT`, or a store's directory.
+    """Connect to the owner of a store by its directory, by `http://HOST:PORT` or `https://HOST:PORT` (`quire serve --http`), by
+    `grpc://HOST:PORT` or `grpc+tls://HOST:PORT` (`--listen`), or by `grpc+unix:///PATH`.
 
     `token_file` (else the environment's QUIRE_TOKEN_FILE) holds the token that an owner on the network asks for; `tls_ca_file`
     the certificate that its own is signed with. `timeout` is for each call, with all its retries.

@@ -95,7 +95,7 @@ def test_the_engines_and_the_service_are_exported(anybody: Asker, furnished: Sto
         for sample in family.samples
     }
     assert found["quire_flight_calls_total", "", ""] == calls >= 2
-    assert found["quire_flight_servers", "", ""] == 1
+    assert found["quire_flight_servers", "", ""] == 2, "the socket, and this address"
     assert found["quire_kv_last_lsn", "cart", ""] == cart.stats().last_lsn
     assert found["quire_kv_memtable_bytes", "cart", ""] > 0
     assert found["quire_stream_records_total", "clicks", ""] == before - 1 + 2, "ids begin at 1"

@@ -63,7 +63,7 @@ class WebGate:
         hosts: tuple[str, ...] = (),
         checks_host: bool = True,
     ) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._anonymous = anonymous
         self._hosts = frozenset({LOCALHOST, *(host.lower().rstrip(".") for host in hosts)})
         self._checks_host = checks_host
@@ -88,7 +88,7 @@ class WebGate:
         """What a token allows, however it came here; `None`: none was shown."""
         if token is None:
             return self._anonymous
-        return self._tokens.grant(token)
+        return self.tokens.grant(token)
 
     # ── from where ────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_site(self, headers: Headers) -> None:

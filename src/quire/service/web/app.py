@@ -1,6 +1,7 @@
 """The application: the routes of every part, the dashboard behind them, and what holds for all of them around it.
 
-Order: versions as files, the parts (SQL, replicas), then the dashboard, which answers everything that nobody else does.
+Order: versions as files, the parts (SQL, replicas, calls of quire's own clients), then the dashboard, which answers everything
+that nobody else does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp
 from quire.service.replicas.routes import ReplicaPart
 from quire.service.sql.routes import SqlPart
 from quire.service.web.answers import Response
+from quire.service.web.calls import CallPart
 from quire.service.web.context import WebContext, WebPart
 from quire.service.web.edge import Edge
 from quire.service.web.version_files import VersionFiles
@@ -21,7 +23,7 @@ from quire.service.web.version_files import VersionFiles
 
 def make_parts(context: WebContext) -> tuple[WebPart, ...]:
     """The parts of the HTTP side; the first that has an address answers it."""
-    return VersionFiles(context), SqlPart(context), ReplicaPart(context)
+    return VersionFiles(context), SqlPart(context), ReplicaPart(context), CallPart(context)
 
 
 class Application(Starlette):

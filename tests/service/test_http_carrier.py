@@ -1,0 +1,166 @@
+"""`quire.connect("http://…")`: whom it takes for an owner, lost answers, waiting writers, servers that are none of ours."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPResponse
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.service.client import Client
+from quire.service.commands import RemoteCommand
+from quire.service.server import Credentials
+from quire.sqlite import dbapi
+from tests.service.test_access import certificate
+from tests.service.world import served
+
+LOCAL = "http://127.0.0.1:0"
+
+
+@pytest.fixture
+def client(path: Path) -> Iterator[Client]:
+    with served(path, LOCAL) as (_, server), connected(server, path) as client:
+        client.sqlite("shop", create=True).executescript("create table t(a)")
+        yield client
+
+
+def connected(server: Any, path: Path, **options: Any) -> Client:
+    return quire.connect(server.address, token_file=str(path / "admin.token"), **options)
+
+
+def test_a_client_without_a_token_reads_on_loopback_and_is_refused_where_readers_are_asked(path: Path) -> None:
+    with served(path, LOCAL) as (store, server), quire.connect(server.address) as client:
+        store.create("shop", "pages")
+        assert [info.name for info in client.databases()] == ["shop"]
+        with pytest.raises(quire.Unauthenticated):
+            client.create("other", "pages")
+    with served(path, LOCAL, http_ask_readers=True) as (_, server), pytest.raises(quire.Unauthenticated):
+        quire.connect(server.address)
+
+
+def test_commands_are_for_the_owners_own_machine(client: Client) -> None:
+    with pytest.raises(quire.AccessDenied, match="own machine"):
+        client._channel.call("command", RemoteCommand("ls", b"{}", b"", 0))
+
+
+def test_tables_say_where_they_can_be_had(client: Client) -> None:
+    with pytest.raises(quire.InvalidInput, match="Flight") as refused:
+        client.table("db")
+    assert "quire serve --listen grpc://" in refused.value.hint
+
+
+def test_what_was_done_is_not_done_again_when_its_answer_is_lost(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[int] = []
+    whole = HTTPConnection.getresponse
+
+    def lose(connection: HTTPConnection) -> HTTPResponse:
+        answer = whole(connection)
+        if len(lost) < 2:
+            lost.append(answer.status)
+            raise ConnectionResetError("the answer is lost")
+        return answer
+
+    shop = client.sqlite("shop", autocommit=True)
+    numbers = client.stream("numbers", create=True)
+    monkeypatch.setattr(HTTPConnection, "getresponse", lose)
+    shop.execute("insert into t values (1)")
+    lost.clear()
+    assert numbers.append(b"one").result() == 1
+    lost.clear()
+    client.kv("pairs", create=True).put(b"a", b"1")
+    assert len(lost) == 2
+    assert shop.execute("select count(*) from t").fetchone() == (1,)
+    assert [record.payload for record in numbers.read(1)] == [b"one"]
+
+
+def test_the_holder_of_the_lock_commits_while_writers_wait(client: Client) -> None:
+    holder = client.sqlite("shop", isolation_level=None)
+    holder.execute("begin immediate")
+
+    def write(number: int) -> None:
+        connection = client.sqlite("shop", autocommit=True, timeout=60, check_same_thread=False)
+        connection.execute("insert into t values (?)", (number,))
+        connection.close()
+
+    with ThreadPoolExecutor(24) as writers:
+        done = [writers.submit(write, number) for number in range(24)]
+        time.sleep(0.5)
+        holder.execute("commit")
+        for future in done:
+            future.result(60)
+    assert holder.execute("select count(*) from t").fetchone() == (24,)
+
+
+def test_a_client_pickles_and_a_server_that_closed_is_told(path: Path) -> None:
+    with served(path, LOCAL) as (_, server):
+        client = connected(server, path, timeout=0.5)
+        with pickle.loads(pickle.dumps(client)) as again:
+            assert again.databases() == []
+    with pytest.raises(quire.Unavailable, match="cannot be reached"):
+        client.databases()
+    client.close()
+
+
+def test_an_interrupted_statement_ends_at_the_owner(client: Client) -> None:
+    shop = client.sqlite("shop", check_same_thread=False)
+    threading.Timer(0.3, shop.interrupt).start()
+    with pytest.raises(dbapi.OperationalError, match="interrupt"):
+        shop.execute("with recursive n(x) as (select 1 union all select x + 1 from n) select max(x) from n")
+
+
+# ── servers that are none of ours ─────────────────────────────────────────────────────────────────────────────────────
+class Foreign(BaseHTTPRequestHandler):
+    status, body = 200, b"<html>"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(self.status)
+        self.send_header("content-length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (200, b"<html>", quire.Incompatible),
+        (404, b'{"detail": "Not Found"}', quire.Incompatible),
+        (502, b"Bad Gateway", quire.Unavailable),
+        (500, b"x" * 100_000, quire.Unavailable),
+        (403, b'{"error": "AccessDenied", "message": "no", "hint": "h"}', quire.AccessDenied),
+    ],
+)
+def test_a_server_that_is_no_owner_is_told_apart(status: int, body: bytes, error: type[Exception]) -> None:
+    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Foreign,), {"status": status, "body": body}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(error):
+            quire.connect(f"http://127.0.0.1:{server.server_port}", timeout=0.5)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_https_with_the_right_and_the_wrong_certificate(path: Path, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "server")
+    other, _ = certificate(tmp_path, "other")
+    given = Credentials(tls_cert_file=cert, tls_key_file=key)
+    with quire.open(path) as store, store.serve_http("https://127.0.0.1:0", given) as server:
+        with connected(server, path, tls_ca_file=cert) as client:
+            assert client.databases() == []
+        for wrong in (other, ""):
+            with pytest.raises(quire.InvalidInput, match="not trusted"):
+                connected(server, path, tls_ca_file=wrong)
