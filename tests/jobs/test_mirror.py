@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from quire.core.errors import InvalidInput, NameTaken, NotFound, StalePlan
 from quire.durable.failpoints import armed
 from quire.jobs.mirror import job as mirror_job
 from quire.manifest.records import JobKind, JobState
+from quire.store.mirrors import MirrorRun
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
@@ -155,41 +156,35 @@ def test_the_same_for_200_steps_and_every_format(world: World, seed: int) -> Non
 
 
 # ── others at the target ──────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_stale_driver_commits_nothing(world: World, store: Store) -> None:
-    """One that has planned, and sleeps until another one has committed."""
+def _overtaken(world: World, store: Store, point: str, meanwhile: Callable[[], None]) -> tuple[MirrorRun, int]:
+    """(a run that sleeps at a point while another one commits, how often the point was passed)."""
     fill(store, "tenant-1")
     world.define(store)
     world.run(store)
     fill(store, "tenant-2")
-    slept: list[str] = []
+    passed: list[str] = []
 
     def sleep(point: str) -> None:
-        slept.append(point)
-        if len(slept) == 1:
+        passed.append(point)
+        if len(passed) == 1:
+            meanwhile()
             store.mirrors.run("lake", runner="threads")
 
-    with armed("jobs.mirror.written", sleep):
+    with armed(point, sleep):
         ended = store.mirrors.run("lake", runner="threads")
-    assert len(slept) == 2, "the other one's run, and ours; planned anew there is nothing left to write"
+    return ended, len(passed)
+
+
+def test_a_stale_driver_commits_nothing(world: World, store: Store) -> None:
+    """One that has planned, and sleeps until another one has committed."""
+    ended, slept = _overtaken(world, store, "jobs.mirror.written", lambda: None)
+    assert slept == 2, "the other one's run, and ours; planned anew there is nothing left to write"
     assert (ended.changed, ended.files_added) == (0, 0)
     world.check(store)
 
 
 def test_a_driver_that_was_overtaken_between_its_commits_takes_nothing_back(world: World, store: Store) -> None:
-    fill(store, "tenant-1")
-    world.define(store)
-    world.run(store)
-    fill(store, "tenant-2")
-    slept: list[str] = []
-
-    def sleep(point: str) -> None:
-        slept.append(point)
-        if len(slept) == 1:
-            fill(store, "tenant-3")
-            store.mirrors.run("lake", runner="threads")
-
-    with armed("jobs.mirror.recorded", sleep):
-        store.mirrors.run("lake", runner="threads")
+    _overtaken(world, store, "jobs.mirror.recorded", lambda: fill(store, "tenant-3"))
     world.run(store)
 
 

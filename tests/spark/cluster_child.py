@@ -86,22 +86,31 @@ def s3(cert_file: str, key_file: str) -> Iterator[str]:
     thread.join()
 
 
+def s3_environment(cert_file: str, endpoint: str) -> dict[str, str]:
+    """How the processes of a test reach `s3`."""
+    return {
+        "SSL_CERT_FILE": cert_file,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+def unseen_store(name: str) -> StoreSettings:
+    """Of a store whose objects are in `s3`, and whose directory executors do not see."""
+    return StoreSettings(
+        object_store=f"s3://{BUCKET}/{name}",
+        maintenance=MaintenanceSettings(enabled=False, executors_see_store=False),
+    )
+
+
 def objects(base: Path) -> None:
     """Executors get a view, the object store's URL, and nothing of the store's directory."""
     cert_file, key_file = certificate(base, "machine")
     with s3(cert_file, key_file) as endpoint:
-        os.environ.update(
-            SSL_CERT_FILE=cert_file,
-            AWS_ENDPOINT_URL=endpoint,
-            AWS_ACCESS_KEY_ID="testing",
-            AWS_SECRET_ACCESS_KEY="testing",
-            AWS_REGION="us-east-1",
-        )
-        settings = StoreSettings(
-            object_store=f"s3://{BUCKET}/store",
-            maintenance=MaintenanceSettings(enabled=False, executors_see_store=False),
-        )
-        with quire.open(base / "store", settings=settings) as store:
+        os.environ.update(s3_environment(cert_file, endpoint))
+        with quire.open(base / "store", settings=unseen_store("store")) as store:
             fill(store)
             server = store.serve("grpc+tls://127.0.0.1:0", tls_cert_file=cert_file, tls_key_file=key_file)
             over_tcp = {"store": server.address, "tls_ca_file": cert_file}

@@ -14,6 +14,7 @@ import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.spark.access import options_of
 from quire.store.store import Store
+from quire.testing.clock import ManualClock
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
 """Of an owner that does nothing by itself."""
+
+
+@contextmanager
+def opened(path: Path, clock: ManualClock) -> Iterator[Store]:
+    """A store on this clock, served to sources, and in order at the end."""
+    with quire.open(path, settings=QUIET, clock=clock) as store:
+        options_of(store)
+        yield store
+        assert store.manifest.check() == []
 
 
 STARTS_MAX = 5

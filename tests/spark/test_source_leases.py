@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-import quire
 from quire.core.errors import InvalidInput, LeaseExpired, SnapshotGone, UnknownSnapshot
 from quire.manifest import tables as t
-from quire.spark.access import access_of, options_of
+from quire.spark.access import access_of
 from quire.spark.sources import base
 from quire.spark.sources.base import KEEP_SECONDS, has_ended, kept
 from quire.spark.sources.diff import DiffSource
@@ -27,7 +26,7 @@ from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.stream import StreamSource
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.spark.sourced import QUIET
+from tests.spark.sourced import opened
 
 DATABASES = 40
 """More than all leases of these tests: one for each database would show."""
@@ -40,10 +39,8 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
-    with quire.open(tmp_path / "store", settings=QUIET, clock=clock) as made:
-        options_of(made)
-        yield made
-        assert made.manifest.check() == []
+    with opened(tmp_path / "store", clock) as store:
+        yield store
 
 
 def fill(store: Store, name: str, rows: int = 3) -> None:

@@ -23,7 +23,7 @@ from quire.spark.sources.rows import RowsQueryReader, RowsSource
 from quire.store.store import Store
 from quire.store.why import why
 from quire.testing.clock import ManualClock
-from tests.spark.sourced import QUIET, owned
+from tests.spark.sourced import QUIET, opened, owned
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,10 +49,8 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
-    with quire.open(tmp_path / "store", settings=QUIET, clock=clock) as made:
-        options_of(made)
-        yield made
-        assert made.manifest.check() == []
+    with opened(tmp_path / "store", clock) as store:
+        yield store
 
 
 def run(store: Store, database: str, *statements: str) -> None:

@@ -24,7 +24,7 @@ from quire.spark.access import options_of
 from quire.spark.sessions import session
 from tests.rules.tree import ROOT
 from tests.service.test_access import certificate
-from tests.spark.cluster_child import BUCKET, s3
+from tests.spark.cluster_child import BUCKET, s3, s3_environment
 from tests.spark.sourced import run_available
 from tests.spark.test_source_records import PER_SEGMENT, RECORDS, SETTINGS, payload
 
@@ -40,13 +40,7 @@ def drive(base: Path) -> None:
     """Records in S3 alone, beside such that are on this disk alone, and such that come between two runs of a query."""
     cert_file, key_file = certificate(base, "machine")
     with s3(cert_file, key_file) as endpoint:
-        os.environ.update(
-            SSL_CERT_FILE=cert_file,
-            AWS_ENDPOINT_URL=endpoint,
-            AWS_ACCESS_KEY_ID="testing",
-            AWS_SECRET_ACCESS_KEY="testing",
-            AWS_REGION="us-east-1",
-        )
+        os.environ.update(s3_environment(cert_file, endpoint))
         settings = msgspec.structs.replace(SETTINGS, object_store=f"s3://{BUCKET}/store")
         with quire.open(base / "store", settings=settings) as store:
             options = options_of(store)

@@ -20,12 +20,11 @@ import pyspark
 import pytest
 
 import quire
-from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.service.loads import Loads
 from quire.spark.java import find_java, quiet_home
 from tests.rules.tree import ROOT
 from tests.service.test_access import certificate
-from tests.spark.cluster_child import BUCKET, fill, s3
+from tests.spark.cluster_child import fill, s3, s3_environment, unseen_store
 from tests.spark.test_cluster import EXPECTED
 
 JARS = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
@@ -105,24 +104,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cert_file, key_file = certificate(base, "machine")
     with (
         s3(cert_file, key_file) as endpoint,
-        set_environment(
-            SSL_CERT_FILE=cert_file,
-            AWS_ENDPOINT_URL=endpoint,
-            AWS_ACCESS_KEY_ID="testing",
-            AWS_SECRET_ACCESS_KEY="testing",
-            AWS_REGION="us-east-1",
-        ),
+        set_environment(**s3_environment(cert_file, endpoint)),
     ):
-        settings = StoreSettings(
-            object_store=f"s3://{BUCKET}/standalone",
-            maintenance=MaintenanceSettings(enabled=False, executors_see_store=False),
-        )
         environment = {**os.environ, "JAVA_HOME": quiet_home(find_java()), "PYTHONPATH": str(ROOT)}
         environment["SPARK_LOCAL_IP"] = "127.0.0.1"
         # Where workers start executors from; without the version they look for a build of Spark's sources.
         environment |= {"SPARK_HOME": os.path.dirname(pyspark.__file__), "SPARK_SCALA_VERSION": "2.13"}
         processes: list[subprocess.Popen[str]] = []
-        with quire.open(base / "store", settings=settings) as store:
+        with quire.open(base / "store", settings=unseen_store("standalone")) as store:
             fill(store)
             server = store.serve("grpc+tls://127.0.0.1:0", tls_cert_file=cert_file, tls_key_file=key_file)
             token = str(base / "store" / "admin.token")

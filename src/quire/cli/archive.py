@@ -18,7 +18,7 @@ from quire.cli.command import Cli, CliResult, confirm, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size, span
-from quire.cli.lookup import Runner, Yes, need_runner
+from quire.cli.lookup import Moment, Runner, StoreId, Yes, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
@@ -291,12 +291,8 @@ def restore_store(
     directory: Annotated[
         str, Argument(metavar="[DIR]", help="A new directory for the store.", show_default="default: --store")
     ] = "",
-    at: Annotated[
-        str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
-    ] = "",
-    store_id: Annotated[
-        str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")
-    ] = "",
+    at: Moment = "",
+    store_id: StoreId = "",
     takeover: Annotated[bool, Option("--takeover", help="Make DIR the owner, and fence the previous one.")] = False,
     endpoint: Annotated[
         str, Option("--endpoint", metavar="URL", help="Of an S3-compatible service.", show_default="the provider's")

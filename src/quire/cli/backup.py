@@ -8,6 +8,7 @@ from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bars
+from quire.cli.lookup import Moment, StoreId
 from quire.cli.output import Note
 from quire.core.clock import SystemClock
 from quire.core.moments import parse_moment
@@ -47,13 +48,9 @@ def restore_db(
     cli: Cli,
     url: Annotated[str, Argument(metavar="URL", help="An archive or a backup; this store's own bucket is one.")],
     name: Annotated[str, Argument(metavar="NAME", help="The database's name in the archive.")],
-    at: Annotated[
-        str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
-    ] = "",
+    at: Moment = "",
     new: Annotated[str, Option("--as", metavar="NEW", help="Its name in this store.", show_default="NAME")] = "",
-    store_id: Annotated[
-        str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")
-    ] = "",
+    store_id: StoreId = "",
 ) -> Note:
     """Copy one database out of an archive or backup.
 

@@ -45,6 +45,10 @@ Follow = Annotated[
 ]
 
 At = Annotated[str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a time.", show_default="now")]
+Moment = Annotated[
+    str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
+]
+StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")]
 Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]

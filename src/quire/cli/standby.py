@@ -14,7 +14,7 @@ from quire.archive import clones as registered
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import moment
-from quire.cli.lookup import Log, Yes, log_to
+from quire.cli.lookup import Log, Moment, StoreId, Yes, log_to
 from quire.cli.output import Listing, Note, Row, until_interrupted
 from quire.core.clock import SystemClock
 from quire.core.errors import ObjectNotFound
@@ -34,7 +34,6 @@ Endpoint = Annotated[
 ]
 Region = Annotated[str, Option("--region", metavar="NAME", help="S3 only.", show_default="AWS_REGION")]
 AllowHttp = Annotated[bool, Option("--allow-http", help="Let the endpoint be plain HTTP.")]
-StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")]
 Directory = Annotated[str, Argument(metavar="DIR", help="The directory of the standby.")]
 
 
@@ -126,9 +125,7 @@ def clone(
     _cli: Cli,
     source: Annotated[str, Argument(metavar="SOURCE", help="The bucket of an archived store, or its directory.")],
     directory: Annotated[str, Argument(metavar="DIR", help="A new directory for the clone.")],
-    at: Annotated[
-        str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
-    ] = "",
+    at: Moment = "",
     store_id: StoreId = "",
     endpoint: Endpoint = "",
     region: Region = "",

@@ -21,8 +21,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Self
 
+from quire.core.closing import AbandonedOnError
 from quire.core.errors import AlreadyExists, StorageFault, StoreClosed, StoreUnusable
 from quire.durable.checksums import Bytes
 from quire.durable.files import Disk, File, forget_cached, write_atomic
@@ -30,7 +30,7 @@ from quire.durable.log_format import LogIdentity, encode_frames, encode_header, 
 from quire.durable.log_reader import LogContents, LogEnd, scan
 
 
-class LogWriter:
+class LogWriter(AbandonedOnError):
     """An open framed log; made by `create` or `open`."""
 
     def __init__(self, file: File, contents: LogContents) -> None:
@@ -191,13 +191,3 @@ class LogWriter:
             if isinstance(error, Exception):
                 raise self._trouble from error
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An exception in the block is the news; a close that fails on top of it must not hide it.
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()

@@ -16,8 +16,8 @@ import shlex
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -274,37 +274,35 @@ class KvEngine:
         with self._lock:
             if name:
                 check_name("snapshot", name)
-            kv = self.open(db)
-            with self._manifest.read() as txn:
-                db_id, _ = txn.live(db, DbKind.LSM)
-            number = 1 + max(self._snapshot_numbers(db_id), default=0)
-            target = self._path(lsm_snapshot_dir(db_id, number))
-            try:
-                lsn = copy_live(kv, target, self._owner(db_id), number)
+            with self._copied(db) as (db_id, copy):
+                anchor = Anchor(copy.lsn, copy.number)
                 return self._manifest.snapshots.publish(
-                    db_id, name, anchor=Anchor(lsn, number), tags=tags, expires_at_ms=expires_at_ms
+                    db_id, name, anchor=anchor, tags=tags, expires_at_ms=expires_at_ms
                 )
-            except Exception:
-                remove_home(self._disk, target)
-                raise
 
     def lend(self, db: int | str, seconds: float, *, lease_id: int = 0) -> tuple[int, KvVersion]:
         """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease. With
         `lease_id` it becomes part of that lease."""
-        with self._lock:
-            kv = self.open(db)
-            with self._manifest.read() as txn:
-                db_id, _ = txn.live(db, DbKind.LSM)
-            number = 1 + max(self._snapshot_numbers(db_id), default=0)
-            target = self._path(lsm_snapshot_dir(db_id, number))
-            try:
-                lsn = copy_live(kv, target, self._owner(db_id), number)
-                tables = FrozenCopy(target, self._owner(db_id), number, lsn).state(self._disk).sstables
-                lease_id = self._manifest.leases.hold([LentVersion(db_id, lsn, number)], seconds, lease_id=lease_id)
-            except Exception:
-                remove_home(self._disk, target)
-                raise
-        return lease_id, KvVersion(db_id, 0, lsn, target, tuple(entry.id for entry in tables))
+        with self._lock, self._copied(db) as (db_id, copy):
+            tables = copy.state(self._disk).sstables
+            version = LentVersion(db_id, copy.lsn, copy.number)
+            lease_id = self._manifest.leases.hold([version], seconds, lease_id=lease_id)
+        return lease_id, KvVersion(db_id, 0, copy.lsn, copy.path, tuple(entry.id for entry in tables))
+
+    @contextmanager
+    def _copied(self, db: int | str) -> Iterator[tuple[int, FrozenCopy]]:
+        """(id, a new copy of a database as it is now), which is removed if the block fails. REQUIRES the lock."""
+        kv = self.open(db)
+        with self._manifest.read() as txn:
+            db_id, _ = txn.live(db, DbKind.LSM)
+        number = 1 + max(self._snapshot_numbers(db_id), default=0)
+        target = self._path(lsm_snapshot_dir(db_id, number))
+        try:
+            lsn = copy_live(kv, target, self._owner(db_id), number)
+            yield db_id, FrozenCopy(target, self._owner(db_id), number, lsn)
+        except Exception:
+            remove_home(self._disk, target)
+            raise
 
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
         """A snapshot by name or id, to be read."""

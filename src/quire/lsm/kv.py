@@ -95,13 +95,19 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     stall_seconds: float
 
 
-def stats_of(kv: Kv) -> Stats:
-    """What a database consists of, now."""
-    view = kv.view
+def stats_of(
+    view: KvView,
+    last_lsn: int,
+    log_bytes: int,
+    version: int,
+    upkeep: KvMaintenance | None = None,
+    stalls: Stalls | None = None,
+) -> Stats:
+    """What a database consists of, now; a read-only one has neither upkeep nor stalls."""
     memtables = [view.memtable, *(frozen.memtable for frozen in view.frozen)]
     tables = list(view.levels)
     return Stats(
-        last_lsn=kv.last_lsn,
+        last_lsn=last_lsn,
         rows=sum(table.meta.rows for table in tables),
         tombstones=sum(table.meta.tombstones for table in tables),
         tables=len(tables),
@@ -110,13 +116,13 @@ def stats_of(kv: Kv) -> Stats:
         memtable_keys=sum(len(memtable.entries) for memtable in memtables),
         memtable_bytes=sum(memtable.bytes for memtable in memtables),
         frozen=len(view.frozen),
-        manifest_log_bytes=kv.manifest.log_bytes,
-        manifest_version=kv.manifest.version,
-        flushes=kv.upkeep.flushes,
-        compactions=kv.upkeep.compactions,
-        stalled_writers=kv.stalls.waiting,
-        stalls=kv.stalls.count,
-        stall_seconds=kv.stalls.seconds,
+        manifest_log_bytes=log_bytes,
+        manifest_version=version,
+        flushes=upkeep.flushes if upkeep else 0,
+        compactions=upkeep.compactions if upkeep else 0,
+        stalled_writers=stalls.waiting if stalls else 0,
+        stalls=stalls.count if stalls else 0,
+        stall_seconds=stalls.seconds if stalls else 0.0,
     )
 
 
@@ -513,7 +519,8 @@ class Kv(KvRanges):
 
     def stats(self) -> Stats:
         """What the database consists of, now."""
-        return stats_of(self)
+        manifest = self.manifest
+        return stats_of(self.view, self.last_lsn, manifest.log_bytes, manifest.version, self.upkeep, self.stalls)
 
     # ── trouble ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def require(self) -> None:

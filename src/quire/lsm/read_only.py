@@ -27,7 +27,7 @@ from quire.durable.files import Disk, read_all
 from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
 from quire.durable.log_reader import LogEnd, read_on, scan
 from quire.durable.names import LsmHome
-from quire.lsm.kv import Kv, Stats
+from quire.lsm.kv import Kv, Stats, stats_of
 from quire.lsm.manifest import ReadManifest, read_manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
@@ -223,25 +223,7 @@ class ReadOnlyKv(Kv):
         self.refresh()
         view, manifest = self.view, self._manifest_read
         assert manifest is not None
-        memtables, tables = [view.memtable, *(frozen.memtable for frozen in view.frozen)], list(view.levels)
-        return Stats(
-            last_lsn=self._lsn,
-            rows=sum(table.meta.rows for table in tables),
-            tombstones=sum(table.meta.tombstones for table in tables),
-            tables=len(tables),
-            table_bytes=sum(table.size_bytes for table in tables),
-            levels=(len(view.levels.level0), *map(len, view.levels.deeper)),
-            memtable_keys=sum(len(memtable.entries) for memtable in memtables),
-            memtable_bytes=sum(memtable.bytes for memtable in memtables),
-            frozen=len(view.frozen),
-            manifest_log_bytes=manifest.end,
-            manifest_version=manifest.data.version,
-            flushes=0,
-            compactions=0,
-            stalled_writers=0,
-            stalls=0,
-            stall_seconds=0.0,
-        )
+        return stats_of(view, self._lsn, manifest.end, manifest.data.version)
 
     # ── what only the owner does ──────────────────────────────────────────────────────────────────────────────────────
     def _refuse(self) -> NoReturn:

@@ -53,13 +53,18 @@ def batches(txn: ReadTxn, table: t.Table[Any], rows: int = STEP_ROWS) -> Iterato
         yield pa.RecordBatch.from_arrays(columns, schema=layout)
 
 
+def step_after(txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int) -> tuple[list[bytes], list[bytes]]:
+    """Keys and values of up to `rows` rows whose keys lie behind `after`."""
+    keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
+    first = int(bool(keys) and keys[0] == after)
+    return keys[first : first + rows], values[first : first + rows]
+
+
 def one_batch(
     txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 ) -> tuple[pa.RecordBatch | None, bytes | None]:
     """Up to `rows` rows whose keys lie behind `after`, and the last of those keys; (None, None) at the end."""
-    keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
-    first = int(bool(keys) and keys[0] == after)
-    keys, values = keys[first : first + rows], values[first : first + rows]
+    keys, values = step_after(txn, table, after, rows)
     if not keys:
         return None, None
     columns = [*_key_columns(table, keys), *_value_columns(table, keys, values)]

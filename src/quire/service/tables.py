@@ -24,7 +24,7 @@ import pyarrow as pa
 from quire.core.errors import InvalidInput
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.manifest import tables as t
-from quire.manifest.arrow import one_batch, schema
+from quire.manifest.arrow import one_batch, schema, step_after
 from quire.manifest.env import ManifestEnv
 from quire.manifest.keys import prefix_end
 from quire.manifest.reads import ReadTxn, table_named
@@ -122,9 +122,7 @@ def _raw_batch(
     txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 ) -> tuple[pa.RecordBatch | None, bytes | None]:
     """As `one_batch`, with keys and plain rows: their checksums are looked at here."""
-    keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
-    first = int(bool(keys) and keys[0] == after)
-    keys, values = keys[first : first + rows], values[first : first + rows]
+    keys, values = step_after(txn, table, after, rows)
     if not keys:
         return None, None
     columns = [pa.array(keys, pa.binary()), pa.array(table.rows.opened_all(keys, values), pa.binary())]

@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Self
 
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.closing import AbandonedOnError
 from quire.core.errors import ManifestIntegrityError, StorageFault, StoreClosed, Unavailable
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
@@ -64,7 +64,7 @@ class Ticked(msgspec.Struct):
     """Why the object store could not be used, if it could not."""
 
 
-class ManifestLog:
+class ManifestLog(AbandonedOnError):
     """The manifest log of one stream, open for writing; made by `open`."""
 
     def __init__(
@@ -361,15 +361,6 @@ class ManifestLog:
         if removed or old:
             self.files.disk.sync_dir(self.files.directory)
         return removed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
 
 
 class AbsentLog(ManifestLog):

@@ -19,9 +19,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Self
 
 from quire.core.clock import Clock
+from quire.core.closing import AbandonedOnError
 from quire.core.errors import OutOfRange, StorageFault, StoreClosed, StoreUnusable, poisoned_by
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
@@ -51,7 +51,7 @@ _MARKER = int(RecordType.SNAPSHOT_MARKER)
 """From here on types are rare: markers, custom events, and what this version does not know."""
 
 
-class ManifestLogWriter:
+class ManifestLogWriter(AbandonedOnError):
     """The one writer of a log; made by `open`."""
 
     def __init__(
@@ -366,16 +366,6 @@ class ManifestLogWriter:
             if isinstance(error, Exception) and self._trouble is not error:
                 raise self._trouble from error
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An exception in the block is the news; a close that fails on top of it must not hide it.
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
 
 
 def lock_log(files: LogFiles, clock: Clock) -> FileLock | CoveredLock:

@@ -94,7 +94,37 @@ def raw_answer(error: QuireError, status: HTTPStatus, **headers: str) -> bytes:
     return head.encode() + b"\r\n" + answer.body
 
 
-class HttpConnection(HttpToolsProtocol):
+class _SendTimer(asyncio.Protocol):
+    """Hangs up on a client that does not read what it is sent (rule 2)."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _setup: ConnectionSetup
+    _send_timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The client does not read what it is sent."""
+        super().pause_writing()
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self._setup.settings.http_send_seconds, self._reads_nothing)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _reads_nothing(self) -> None:
+        self._send_timer = None
+        self._setup.counts.limits.hit("send_seconds")
+        self.transport.abort()
+
+
+class HttpConnection(_SendTimer, HttpToolsProtocol):
     """One connection that speaks HTTP."""
 
     def __init__(self, setup: ConnectionSetup) -> None:
@@ -107,7 +137,6 @@ class HttpConnection(HttpToolsProtocol):
         self.has_slot = True
         """Given back when the connection is lost, or passed on to a WebSocket."""
         self._timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0
         self._body_is_complete = True
@@ -166,27 +195,6 @@ class HttpConnection(HttpToolsProtocol):
             return
         error = TimedOut("the request did not come in time", hint="send it whole, at once")
         self._refuse(error, HTTPStatus.REQUEST_TIMEOUT, limit)
-
-    def pause_writing(self) -> None:
-        """The client does not read its answer."""
-        super().pause_writing()
-        self._stop_send_timer()
-        self._send_timer = self.loop.call_later(self._settings.http_send_seconds, self._reads_nothing)
-
-    def resume_writing(self) -> None:
-        """It does."""
-        self._stop_send_timer()
-        super().resume_writing()
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
-
-    def _reads_nothing(self) -> None:
-        self._send_timer = None
-        self._setup.counts.limits.hit("send_seconds")
-        self.transport.abort()
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────────
     def data_received(self, data: bytes) -> None:
@@ -334,7 +342,7 @@ class _Closer:
         self._connection.close_gently()
 
 
-class WebSocketConnection(WebSocketsSansIOProtocol):
+class WebSocketConnection(_SendTimer, WebSocketsSansIOProtocol):
     """One connection that has become a WebSocket; pings find out that its client is gone."""
 
     def __init__(self, setup: ConnectionSetup) -> None:
@@ -342,30 +350,9 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.logger = _silent
         self.conn.logger = _silent
         self._setup = setup
-        self._send_timer: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the slot back."""
         self._stop_send_timer()
         self._setup.slots.give()
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The client does not read what it is sent."""
-        super().pause_writing()
-        self._stop_send_timer()
-        self._send_timer = self.loop.call_later(self._setup.settings.http_send_seconds, self._reads_nothing)
-
-    def resume_writing(self) -> None:
-        """It does."""
-        self._stop_send_timer()
-        super().resume_writing()
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
-
-    def _reads_nothing(self) -> None:
-        self._setup.counts.limits.hit("send_seconds")
-        self.transport.abort()
