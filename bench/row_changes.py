@@ -41,7 +41,7 @@ import pickle, sys
 from contextlib import ExitStack
 from quire.pages.view_changes import changed_pages
 from quire.spark.sources.views import opened
-from quire.sqlite.row_changes import Version, changed_rows, find_candidates
+from quire.sqlite.row_changes import ComparedVersion, changed_rows, find_candidates
 from quire.sqlite.tables import connected
 pairs = pickle.load(open(sys.argv[1], "rb"))[int(sys.argv[2]) :: int(sys.argv[3])]
 print("ready", flush=True)
@@ -50,7 +50,7 @@ count = 0
 for pair in pairs:
     with ExitStack() as stack:
         readers = [stack.enter_context(opened(version)) for version in (pair.before, pair.after)]
-        before, after = [Version(reader, stack.enter_context(connected(reader))) for reader in readers]
+        before, after = [ComparedVersion(reader, stack.enter_context(connected(reader))) for reader in readers]
         size = max(reader.size_pages for reader in readers)
         changed = lambda: {page + 1 for page, _, _ in changed_pages(*readers, 0, size)}
         old, new, candidates = find_candidates(before, after, "orders", changed)

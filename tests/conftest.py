@@ -41,8 +41,8 @@ def _work_in_memory() -> None:
     if "TMPDIR" in os.environ or not os.path.isdir(MEMORY):
         return
     if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= ROOM:
-        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same. The name is
-        # short, because sockets are in there, whose paths may have 107 bytes.
+        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same. The name
+        # is short, because sockets are in there, whose paths may have 107 bytes.
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="q", dir=MEMORY)
         tempfile.tempdir = None
         _made_here.append(os.environ["TMPDIR"])

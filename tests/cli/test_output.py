@@ -11,7 +11,7 @@ import time
 import pytest
 
 from quire.cli.errors import EXITS, INTERNAL, INTERRUPTED, OK, PIPE_CLOSED, PROBLEMS, exit_of
-from quire.cli.output import Facts, JsonOutput, Listing, Node, Note, Report, Row, TextOutput, Tree, width_of
+from quire.cli.output import Facts, JsonOutput, Listing, ListingRow, Node, Note, Report, TextOutput, Tree, width_of
 from quire.core import errors
 from quire.core.errors import QuireError, StoreLocked
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -38,7 +38,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 LISTING = Listing(
     columns=["name", ">rows", "purpose"],
-    rows=[Row(["größe 数据", "1,000", "words " * 40], {"n": 1}), Row(["b", "2", "short"], {"n": 2})],
+    rows=[ListingRow(["größe 数据", "1,000", "words " * 40], {"n": 1}), ListingRow(["b", "2", "short"], {"n": 2})],
 )
 
 
@@ -81,7 +81,7 @@ def test_what_would_move_the_cursor_is_shown_not_done(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("value", [Note(text="a\u202eb", data={}), Facts(lines=[("n", "a\u202eb")], data={})])
 def test_nothing_turns_the_line_around(capsys: pytest.CaptureFixture[str], value: Note | Facts) -> None:
     TextOutput().show(value)
-    row = Row(["a\u202eb"], {})
+    row = ListingRow(["a\u202eb"], {})
     TextOutput().show(Listing(columns=["x"], rows=[row], closing="a\u202eb"))
     TextOutput().show(Listing(columns=["x"], rows=[], empty="a\u202eb"))
     TextOutput().fail(StoreLocked("a\u202eb", hint="a\u202eb", name="a\u202eb"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.cli import main, output
-from quire.cli.output import Listing, Look, Row, text_parts, width_of
+from quire.cli.output import Listing, ListingRow, Look, text_parts, width_of
 from quire.cli.tables import wrapped
 from quire.manifest.records import JobKind
 from tests.cli.conftest import write_pages
@@ -107,7 +107,7 @@ def test_segments_of_a_stream_are_a_line_each(store: Path, monkeypatch: pytest.M
 
 # ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def table(columns: list[str], *rows: list[str], width: int) -> list[str]:
-    listing = Listing(columns=columns, rows=[Row(cells, None) for cells in rows])
+    listing = Listing(columns=columns, rows=[ListingRow(cells, None) for cells in rows])
     return "".join(text_parts(listing, Look(width, False))).splitlines()
 
 

@@ -15,7 +15,7 @@ import quire
 from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, OutOfRange, UnknownCursor
 from quire.lsm.kv import Kv
 from quire.lsm.reading import KvSnapshot
-from quire.service import data_actions, holdings
+from quire.service import client_holdings, data_actions
 from quire.service.client import Client
 from quire.service.remote_kv import RemoteKv, RemoteKvSnapshot
 from quire.service.remote_stream import RemoteStream
@@ -327,7 +327,7 @@ def test_one_append_too_large_is_refused_and_the_others_are_not(client: Client, 
 def test_what_a_client_holds_is_its_own_and_ends_with_it(
     server: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(client_holdings, "GRACE_SECONDS", 0.0)
     held = server._service.holdings
     with quire.connect(server.address) as one, quire.connect(server.address) as other:
         kv = one.kv("k", create=True)

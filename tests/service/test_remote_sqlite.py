@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.service import holdings
+from quire.service import client_holdings
 from quire.service.client import Client
 from quire.service.handlers_sql import SQL
 from quire.sqlite import dbapi
@@ -205,7 +205,7 @@ sys.stdin.read()
 
 
 def test_a_transaction_in_which_nothing_is_done_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(client_holdings, "SWEEP_SECONDS", 0.02)
     with served(path, sql_transaction_seconds=0.1) as (_, server), quire.connect(server.address) as client:
         idle, other = client.sqlite("shop", create=True), client.sqlite("shop", timeout=60)
         idle.execute("create table t(a)")

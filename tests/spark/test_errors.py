@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from quire.core.errors import NotFound, QuireError
-from quire.spark.sources import explaining
+from quire.spark.sources import error_messages
 from quire.spark.sources.registry import SOURCES
 from tests.spark.sourced import Owned, owned
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-class Reader(explaining.SentenceFirst):
+class Reader(error_messages.ReadableErrors):
     """Fails in both ways."""
 
     def partitions(self) -> list[int]:
@@ -37,8 +37,8 @@ class Reader(explaining.SentenceFirst):
 
 
 def test_in_a_worker_the_traceback_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "_is_worker", lambda: True)
-    monkeypatch.delenv(explaining.HIDE, raising=False)
+    monkeypatch.setattr(error_messages, "_is_worker", lambda: True)
+    monkeypatch.delenv(error_messages.HIDE, raising=False)
     for call in (Reader().partitions, lambda: list(Reader().read())):
         with pytest.raises(NotFound) as caught:
             call()
@@ -46,7 +46,7 @@ def test_in_a_worker_the_traceback_is_a_note(monkeypatch: pytest.MonkeyPatch) ->
         assert text.startswith(
             "quire.core.errors.NotFound: no such table; it has: orders\nTraceback (most recent call last):"
         )
-        assert os.environ.pop(explaining.HIDE) == "1"
+        assert os.environ.pop(error_messages.HIDE) == "1"
     with pytest.raises(NotFound) as plain:
         Reader().helper()
     assert not hasattr(plain.value, "__notes__")
@@ -56,13 +56,13 @@ def test_elsewhere_nothing_changes() -> None:
     with pytest.raises(NotFound) as caught:
         Reader().partitions()
     assert not hasattr(caught.value, "__notes__")
-    assert explaining.HIDE not in os.environ
+    assert error_messages.HIDE not in os.environ
 
 
 def test_every_source_explains_its_errors() -> None:
     for source in SOURCES:
-        assert issubclass(source, explaining.SentenceFirst)
-        assert issubclass(source.READER, explaining.SentenceFirst)
+        assert issubclass(source, error_messages.ReadableErrors)
+        assert issubclass(source.READER, error_messages.ReadableErrors)
 
 
 def first(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from quire.service.loads import QUERY_KEYS
-from quire.spark.saving import save
+from quire.spark.save_table import save
 from tests.spark.sinks import FileQuery
 from tests.spark.sourced import Owned, owned
 

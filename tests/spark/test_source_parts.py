@@ -27,7 +27,7 @@ from quire.manifest.records import DbKind, DbRecord
 from quire.spark.access import access_of, options_of
 from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
-from quire.spark.sources.views import DatabaseVersion, ViewPiece, dealt, opened
+from quire.spark.sources.views import LocatedVersion, ViewPiece, dealt, opened
 from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered, row_batches
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.row_changes import RowChange, merged
@@ -176,7 +176,7 @@ def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tm
         with store.pages.open_view("shop", "monday") as local:
             expected = [local.read_page(page) for page in range(local.size_pages)]
         for root in (store.path, str(tmp_path / "elsewhere")):
-            with opened(DatabaseVersion("shop", view, root)) as reader:
+            with opened(LocatedVersion("shop", view, root)) as reader:
                 ahead = ReadAhead(reader)
                 assert [ahead.read_page(page) for page in range(ahead.size_pages)] == expected
                 assert [ahead.read_page(page) for page in (7, 400, 3)] == [expected[page] for page in (7, 400, 3)]

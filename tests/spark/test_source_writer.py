@@ -10,8 +10,8 @@ import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
 from quire.spark.sources.base import Options
-from quire.spark.sources.parts import PartMessage, PartWriter
 from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
+from quire.spark.sources.writers import PartMessage, PartWriter
 from tests.spark.sourced import Owned, owned
 
 if TYPE_CHECKING:

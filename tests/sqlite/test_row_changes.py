@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import InvalidInput
-from quire.sqlite.row_changes import Candidates, RowChange, Version, changed_rows, find_candidates, same_values
+from quire.sqlite.row_changes import Candidates, ComparedVersion, RowChange, changed_rows, find_candidates, same_values
 from quire.sqlite.trees import EVERYTHING, Unreadable, free_pages, joined, walk
 
 PAGE = 512
@@ -44,45 +44,45 @@ class Image:
     def close(self) -> None: ...
 
 
-def version(connection: apsw.Connection) -> Version:
+def version(connection: apsw.Connection) -> ComparedVersion:
     data = connection.serialize("main")
     copy = apsw.Connection(":memory:")
     copy.deserialize("main", data)
-    return Version(Image(data), copy)
+    return ComparedVersion(Image(data), copy)
 
 
-def changed_pages(before: Version, after: Version) -> set[int]:
+def changed_pages(before: ComparedVersion, after: ComparedVersion) -> set[int]:
     size = max(before.pages.size_pages, after.pages.size_pages)
     return {page for page in range(1, size + 1) if before.read_page(page) != after.read_page(page)}
 
 
-def rows(of: Version, table: str, first: int, last: int) -> dict[int, tuple[Any, ...]]:
+def rows(of: ComparedVersion, table: str, first: int, last: int) -> dict[int, tuple[Any, ...]]:
     sql = f"SELECT rowid, * FROM {table} WHERE rowid BETWEEN ? AND ?"
     return {rowid: tuple((type(v), v) for v in row) for rowid, *row in of.connection.execute(sql, (first, last))}
 
 
-def root(of: Version, table: str) -> int:
+def root(of: ComparedVersion, table: str) -> int:
     (row,) = of.connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,))
     return int(row[0])
 
 
-def candidates(before: Version, after: Version, table: str = "t") -> Candidates:
+def candidates(before: ComparedVersion, after: ComparedVersion, table: str = "t") -> Candidates:
     return find_candidates(before, after, table, lambda: changed_pages(before, after))[2]
 
 
-def changes(before: Version, after: Version, table: str = "t") -> list[RowChange]:
+def changes(before: ComparedVersion, after: ComparedVersion, table: str = "t") -> list[RowChange]:
     old, new, found = find_candidates(before, after, table, lambda: changed_pages(before, after))
     shown = new or old
     columns = [column.name for column in shown.columns] if shown is not None else []
     return list(changed_rows(before, after, (old, new), columns, found))
 
 
-def reads(of: Version) -> int:
+def reads(of: ComparedVersion) -> int:
     assert isinstance(of.pages, Image)
     return of.pages.reads
 
 
-def differing(before: Version, after: Version, table: str = "t") -> set[int]:
+def differing(before: ComparedVersion, after: ComparedVersion, table: str = "t") -> set[int]:
     one, other = rows(before, table, *EVERYTHING), rows(after, table, *EVERYTHING)
     return {rowid for rowid in one.keys() | other.keys() if one.get(rowid) != other.get(rowid)}
 
@@ -262,7 +262,7 @@ CHANGING = (
 )
 
 
-def run(connection: apsw.Connection, steps: list[tuple[str, Statement]]) -> Version:
+def run(connection: apsw.Connection, steps: list[tuple[str, Statement]]) -> ComparedVersion:
     for table, (sql, values) in steps:
         try:
             connection.execute(sql.format(t=table), values)
@@ -277,7 +277,7 @@ def stored_as(connection: apsw.Connection, table: str) -> list[tuple[Any, ...]]:
     return sorted((tuple((type(value).__name__, value) for value in row) for row in rows_found), key=repr)
 
 
-def replayed(before: Version, after: Version, table: str) -> list[tuple[Any, ...]]:
+def replayed(before: ComparedVersion, after: ComparedVersion, table: str) -> list[tuple[Any, ...]]:
     """What another SQLite has after it was given the old rows, and then the changes."""
     old, new, _ = find_candidates(before, after, table, lambda: changed_pages(before, after))
     assert new is not None

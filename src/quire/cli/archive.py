@@ -19,12 +19,12 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.lookup import Moment, Runner, StoreId, Yes, need_runner
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
 from quire.core.json_values import plain
-from quire.core.moments import parse_moment
 from quire.core.settings import ObjectSettings
+from quire.core.time_parsing import parse_moment
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
@@ -398,7 +398,9 @@ def abandoned(
         with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
             known = abandoned_epochs(bucket, txn.store_id())
         rows = [
-            Row([str(left.owner_epoch), str(left.objects), size(left.size_bytes), moment(left.ended_at_ms)], left)
+            ListingRow(
+                [str(left.owner_epoch), str(left.objects), size(left.size_bytes), moment(left.ended_at_ms)], left
+            )
             for left in known
         ]
         columns = [">epoch", ">objects", ">size", "archived until"]
@@ -473,7 +475,9 @@ def _audit_verdict(audit: ArchiveAudit) -> CliResult:
     left = len(differences) - LISTED
     listing = Listing(
         columns=["state", "object", "what"],
-        rows=[Row([row["state"].lower(), row["artifact"] or "-", row["what"]], row) for row in differences[:LISTED]],
+        rows=[
+            ListingRow([row["state"].lower(), row["artifact"] or "-", row["what"]], row) for row in differences[:LISTED]
+        ],
         empty="every moment can be restored",
         closing=f"{left:,} more: `--report FILE` lists all" if left > 0 else "",
     )

@@ -8,10 +8,10 @@ from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.formatting import moment, size
 from quire.cli.lookup import any_database, names_of
-from quire.cli.output import Listing, Row
+from quire.cli.output import Listing, ListingRow
 from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
-from quire.core.moments import parse_moment
+from quire.core.time_parsing import parse_moment
 from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ def audit(
     left = len(entries) - len(shown)
     return Listing(
         columns=["when", "database", "what", "subject"],
-        rows=[Row(_cells(entry, names), {**plain(entry), "database": names.get(entry.db_id, "")}) for entry in shown],
+        rows=[
+            ListingRow(_cells(entry, names), {**plain(entry), "database": names.get(entry.db_id, "")})
+            for entry in shown
+        ],
         empty="no entries" + (" in that time" if since or until else " yet"),
         closing=f"{left:,} earlier: `--limit 0` shows all" if left else "",
     )

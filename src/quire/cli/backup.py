@@ -11,7 +11,7 @@ from quire.cli.job_progress import Bars
 from quire.cli.lookup import Moment, StoreId
 from quire.cli.output import Note
 from quire.core.clock import SystemClock
-from quire.core.moments import parse_moment
+from quire.core.time_parsing import parse_moment
 
 
 @command("backup", example="quire backup /mnt/backups/shop")

@@ -21,7 +21,7 @@ from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import Bench, bar, failure_of
 from quire.cli.jobs import job_json
 from quire.cli.lookup import DryRun, Runner, Snapshot, names_in, names_of, need_pages, need_runner, snapshot_named
-from quire.cli.output import Listing, Note, Report, Row
+from quire.cli.output import Listing, ListingRow, Note, Report
 from quire.cli.stream import published
 from quire.core.errors import InvalidInput
 from quire.core.reader_info import ReaderInfo, reader_text
@@ -220,7 +220,7 @@ def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int,
         text += f", {counts['put_off']:,} postponed"
     parts: list[Note | Listing] = [Note(text=text, data=None)]
     if failed:
-        rows = [Row([known.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]
+        rows = [ListingRow([known.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]
         parts.append(Listing(columns=["failed", "why"], rows=rows))
     return Report(parts=parts, data=counts)
 
@@ -228,7 +228,7 @@ def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int,
 # ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
     """What waits for a checkpoint, or for a merge."""
-    rows: list[Row] = []
+    rows: list[ListingRow] = []
     with cli.reader() as manifest, manifest.read() as txn:
         wanted = [txn.database_id(name) for name in names] or [
             db_id for db_id, record in txn.databases() if record.kind is DbKind.PAGES and not record.dropped_at_ms
@@ -243,7 +243,7 @@ def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
                 number, amount = (len(plan.tasks), plan.read_bytes) if plan is not None else (0, 0)
             if number:
                 data = {"database": known[db_id], "db_id": db_id, "waiting": number, "bytes": amount}
-                rows.append(Row([known[db_id], f"{number:,}", size(amount)], data))
+                rows.append(ListingRow([known[db_id], f"{number:,}", size(amount)], data))
     what = "WAL segments" if kind == "CHECKPOINT" else "slots"
     closing = f"{count_of(len(rows), 'database')}, {size(sum(row.data['bytes'] for row in rows))}"
     empty = f"nothing to {kind.lower()}"

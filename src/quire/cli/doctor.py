@@ -29,7 +29,7 @@ from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
 from quire.cli.formatting import count_of, here, size, span
 from quire.cli.manifest import RESTORE, unreadable
-from quire.cli.output import Listing, Row
+from quire.cli.output import Listing, ListingRow
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
@@ -95,7 +95,7 @@ def doctor(
     shown = Listing(
         columns=["check", "state", "detail"],
         rows=[
-            Row(
+            ListingRow(
                 [finding.check, finding.state, "; ".join(filter(None, (finding.detail, finding.next)))], asdict(finding)
             )
             for finding in findings

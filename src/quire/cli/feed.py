@@ -17,7 +17,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, moment, pairs, span, telling
 from quire.cli.lookup import Follow, Yes
-from quire.cli.output import Listing, Note, Row
+from quire.cli.output import Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, UnknownCursor
@@ -64,8 +64,8 @@ def tail(
     )
 
 
-def _row(change: ChangeRecord) -> Row:
-    return Row([f"{change.sequence:,}", moment(change.committed_at_ms), summary(change)], change_json(change))
+def _row(change: ChangeRecord) -> ListingRow:
+    return ListingRow([f"{change.sequence:,}", moment(change.committed_at_ms), summary(change)], change_json(change))
 
 
 class _Tail:
@@ -143,7 +143,7 @@ def cursors(cli: Cli) -> Listing:
     lost = [info for info in infos if info.state.name == "LOST"]
     return Listing(
         columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
-        rows=[Row(_cells(info), cursor_json(info)) for info in infos],
+        rows=[ListingRow(_cells(info), cursor_json(info)) for info in infos],
         empty="the feed has no cursors (see docs/feed.md)",
         closing="\n".join(f"{_called(info)} is lost: {info.lost_reason}" for info in lost),
     )

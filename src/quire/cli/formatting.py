@@ -1,5 +1,5 @@
 """Values as people read them: sizes, times, counts, and records as short lists of fields. What they type is read by
-`core/moments.py`.
+`core/time_parsing.py`.
 
 Pure functions, except for the local time zone.
 """

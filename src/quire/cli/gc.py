@@ -20,11 +20,11 @@ from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.job_progress import Bench
 from quire.cli.jobs import job_json, state_text
 from quire.cli.lookup import Yes, names_in, names_of
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
-from quire.core.moments import parse_duration
+from quire.core.time_parsing import parse_duration
 from quire.durable.names import parse_object_key
 from quire.manifest import tables as t
 from quire.manifest.namespaces import retired_objects
@@ -167,7 +167,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     more = len(waiting) - len(shown)
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "deleted"],
-        rows=[Row(_cells(zero, now), None) for zero in shown],
+        rows=[ListingRow(_cells(zero, now), None) for zero in shown],
         empty="nothing is waiting to be deleted",
         closing=f"{more:,} more: `--limit 0` shows all" if more else "",
     )
@@ -282,7 +282,10 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
         return Report(parts=[facts], data=data)
     table = Listing(
         columns=[">job", "kind", "state", "error"],
-        rows=[Row([str(job.job_id), job.kind.name.lower(), state_text(job), job.record.error], None) for job in failed],
+        rows=[
+            ListingRow([str(job.job_id), job.kind.name.lower(), state_text(job), job.record.error], None)
+            for job in failed
+        ],
         closing="`quire jobs show ID` has more",
     )
     return Report(parts=[facts, table], data=data)

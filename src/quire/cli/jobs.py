@@ -18,7 +18,7 @@ from quire.cli.errors import INTERRUPTED, OK
 from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
 from quire.cli.job_progress import Bench
 from quire.cli.lookup import Log, any_database, log_to, names_in, names_of
-from quire.cli.output import Facts, Listing, Note, Report, Row, until_interrupted
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report, until_interrupted
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
@@ -66,7 +66,7 @@ def ls(
     of_kind = f" {state}" if state else ""
     return Listing(
         columns=[">id", "kind", "database", "state", "created", "what"],
-        rows=[Row(_cells(job, names, now), job_json(job, names)) for job in shown],
+        rows=[ListingRow(_cells(job, names, now), job_json(job, names)) for job in shown],
         empty=f"no{of_kind} jobs",
         closing=f"{len(chosen) - len(shown):,} older jobs: `--limit 0` shows all" if len(shown) < len(chosen) else "",
     )
@@ -313,7 +313,7 @@ def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: boo
     table = Listing(
         columns=[">id", "kind", "database", "state", "what"],
         rows=[
-            Row(
+            ListingRow(
                 [
                     str(job.job_id),
                     job.kind.name.lower(),

@@ -22,7 +22,7 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Runner, Yes, need_runner
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
 from quire.durable.object_names import kv_backups_prefix
@@ -102,7 +102,7 @@ def scan(
     if prefix and (low or high):
         raise InvalidInput("a scan takes a prefix or a range, not both", hint="use --prefix, or --from and --to")
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[ListingRow]:
         with cli.readable() as store:
             pairs = store.kv(database).scan(
                 prefix=_given(prefix, hex_) if prefix else None,
@@ -111,7 +111,7 @@ def scan(
                 reverse=reverse,
             )
             for key, value in islice(pairs, limit or None):
-                yield Row([_shown(key, hex_), _shown(value, hex_)], {"key": key, "value": value})
+                yield ListingRow([_shown(key, hex_), _shown(value, hex_)], {"key": key, "value": value})
 
     return Listing(columns=["key", "value"], rows=rows(), empty="no matching keys")
 
@@ -164,7 +164,7 @@ def verify(cli: Cli, database: Database) -> CliResult:
         tables = kv.stats().tables
     shown = Listing(
         columns=["rule", "what", "path"],
-        rows=[Row([problem.rule, problem.what, problem.path or "-"], problem) for problem in damage],
+        rows=[ListingRow([problem.rule, problem.what, problem.path or "-"], problem) for problem in damage],
         empty=f"{database} has no damage: {count_of(tables, 'table')} read",
     )
     return CliResult(shown, PROBLEMS if damage else OK)
@@ -193,8 +193,8 @@ def repair(
         ("from logs", count_of(report.batches, "batch", "batches")),
         ("to quarantine", ", ".join(path for path, _ in report.moved) or "nothing"),
     ]
-    lost = Listing(columns=["lost"], rows=[Row([text], text) for text in report.lost], empty="no data is lost")
-    doubts = Listing(columns=["warning"], rows=[Row([text], text) for text in report.doubts], empty="")
+    lost = Listing(columns=["lost"], rows=[ListingRow([text], text) for text in report.lost], empty="no data is lost")
+    doubts = Listing(columns=["warning"], rows=[ListingRow([text], text) for text in report.doubts], empty="")
     done = (
         f"repaired {database}"
         if report.applied
@@ -256,7 +256,7 @@ def list_backups(
             for lsn in lsm_backup.backups(place, label, home)
         ]
     rows = [
-        Row(
+        ListingRow(
             [str(copy.lsn), moment(copy.created_at_ms), str(len(copy.tables)), size(copy.size_bytes)],
             _backup_json(copy),
         )

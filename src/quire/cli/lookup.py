@@ -21,7 +21,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
 from quire.core.logs import configure
-from quire.core.moments import parse_version
+from quire.core.time_parsing import parse_version
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, WalState
 

@@ -25,7 +25,7 @@ from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import chain_text, count_of, in_words, pairs, telling
-from quire.cli.output import STEP_ROWS, Listing, Row
+from quire.cli.output import STEP_ROWS, Listing, ListingRow
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
 from quire.core.json_values import plain
 from quire.core.limits import SLOTS_PER_LEAF
@@ -152,7 +152,7 @@ def _verdict(
     return CliResult(shown, PROBLEMS if problems else OK)
 
 
-def _problem_row(problem: Problem, kind: str) -> Row:
+def _problem_row(problem: Problem, kind: str) -> ListingRow:
     data = {
         "rule": problem.rule,
         "what": problem.what,
@@ -160,7 +160,7 @@ def _problem_row(problem: Problem, kind: str) -> Row:
         "leak": problem.leak,
         "mendable": problem.fix is not None,
     }
-    return Row([problem.rule, kind, _line(problem)], data)
+    return ListingRow([problem.rule, kind, _line(problem)], data)
 
 
 def _kind(problem: Problem) -> str:
@@ -201,7 +201,7 @@ def tables(cli: Cli) -> Listing:
     return Listing(
         columns=["table", ">rows", "policy", "purpose"],
         rows=[
-            Row(
+            ListingRow(
                 [table.name, f"{counts[table.name]:,}", table.policy.value, table.purpose],
                 {
                     "table": table.name,
@@ -236,7 +236,7 @@ def dump(
     return Listing(columns=["key", "record"], rows=_rows(cli, chosen, limit), empty=f"{table} is empty")
 
 
-def _rows(cli: Cli, table: Table[Any], limit: int) -> Iterator[Row]:
+def _rows(cli: Cli, table: Table[Any], limit: int) -> Iterator[ListingRow]:
     names = [name for name, _ in table.key.fields]
     given = 0
     after: tuple[Any, ...] | None = None
@@ -256,15 +256,15 @@ def _rows(cli: Cli, table: Table[Any], limit: int) -> Iterator[Row]:
             after = step[-1][0]
 
 
-def _row(key: dict[str, Any], record: Any) -> Row:
+def _row(key: dict[str, Any], record: Any) -> ListingRow:
     data = {**key, "record": plain(record)}
     if isinstance(record, ChangeRecord):
         summary = {"operations": len(record.operations), "first": type(record.operations[0]).__name__}
-        return Row([pairs(key), pairs(summary)], data)
+        return ListingRow([pairs(key), pairs(summary)], data)
     if isinstance(record, LeafRecord) and (chains := _chains(key["leaf"], record.entries)) is not None:
         data["chains"] = {str(slot): plain(chain) for slot, chain in chains.items()}
-        return Row([pairs(key), _in_runs(chains, key["origin_db_id"])], data)
-    return Row([pairs(key), pairs(telling(record))], data)
+        return ListingRow([pairs(key), _in_runs(chains, key["origin_db_id"])], data)
+    return ListingRow([pairs(key), pairs(telling(record))], data)
 
 
 def _chains(number: int, entries: bytes) -> Leaf | None:

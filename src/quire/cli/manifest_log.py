@@ -19,7 +19,7 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, pairs
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Follow, Runner, need_runner
-from quire.cli.output import Listing, Note, Row
+from quire.cli.output import Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.errors import InvalidInput, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX
@@ -160,12 +160,12 @@ def mirror(
         _, objects = _log(cli, stores, stream_id)
         follower = LogFollower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
 
-        def rows() -> Iterator[Row]:
+        def rows() -> Iterator[ListingRow]:
             polled = follower.poll()
             for segment_id in follower.hydrate(polled.hydrations):
-                yield Row([str(segment_id), "fetched"], {"segment_id": segment_id, "what": "fetched"})
+                yield ListingRow([str(segment_id), "fetched"], {"segment_id": segment_id, "what": "fetched"})
             for segment_id in follower.prune():
-                yield Row([str(segment_id), "removed"], {"segment_id": segment_id, "what": "removed"})
+                yield ListingRow([str(segment_id), "removed"], {"segment_id": segment_id, "what": "removed"})
 
         if follow:
             follow_rows([">segment", "what"], rows, as_json=cli.as_json)
@@ -253,26 +253,28 @@ def _spark(cli: Cli, root: str, url: str) -> SparkRunner:
     return spark_runner(root=root, objects_url=url, options=options)
 
 
-def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:
+def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[ListingRow]:
     with _stores(cli) as stores:
         files, objects = _log(cli, stores, stream_id)
         yield from map(_record, islice(rows_of(files, objects, start_chunk=start), limit or None))
 
 
-def _minimal(cli: Cli, stream_id: int, limit: int) -> Iterator[Row]:
+def _minimal(cli: Cli, stream_id: int, limit: int) -> Iterator[ListingRow]:
     with _stores(cli) as stores:
         for row in islice(minimal_rows(*_log(cli, stores, stream_id)), limit or None):
             segment = str(row["segment_id"]) if row["segment_id"] else "-"
-            yield Row([row["record"], segment, pairs(row["fields"])], row)
+            yield ListingRow([row["record"], segment, pairs(row["fields"])], row)
 
 
-def _record(row: LogRow) -> Row:
+def _record(row: LogRow) -> ListingRow:
     segment = str(row.segment_id) if row.segment_id else "-"
     tier2 = f"✗ {row.tier2}" if row.diverges else row.tier2
-    return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, tier2, pairs(row.fields)], plain(row))
+    return ListingRow(
+        [f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, tier2, pairs(row.fields)], plain(row)
+    )
 
 
-def _problem(problem: LogProblem, stream_id: int, name: str) -> Row:
+def _problem(problem: LogProblem, stream_id: int, name: str) -> ListingRow:
     data = {
         "stream": name,
         "stream_id": stream_id,
@@ -282,4 +284,4 @@ def _problem(problem: LogProblem, stream_id: int, name: str) -> Row:
         "leak": problem.leak,
     }
     kind = "leak" if problem.leak else "damage"
-    return Row([name, problem.rule, kind, f"{problem.what} ({pairs(problem.where)})"], data)
+    return ListingRow([name, problem.rule, kind, f"{problem.what} ({pairs(problem.where)})"], data)

@@ -13,9 +13,9 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bench
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
-from quire.cli.output import Facts, Listing, Note, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.core.errors import InvalidInput
-from quire.core.moments import duration, parse_duration
+from quire.core.time_parsing import duration, parse_duration
 from quire.jobs.mirror.changed import find_mirror
 from quire.store.mirrors import mirror_status, mirror_statuses
 
@@ -84,7 +84,7 @@ def list_(cli: Cli) -> Listing:
     with cli.reader() as manifest, manifest.read() as txn:
         statuses = mirror_statuses(txn)
     rows = [
-        Row(
+        ListingRow(
             [
                 status.name,
                 ", ".join(status.databases),

@@ -12,7 +12,7 @@ from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import count_of, moment
 from quire.cli.lookup import Yes
-from quire.cli.output import Listing, Note, Row
+from quire.cli.output import Listing, ListingRow, Note
 from quire.store.namespaces import namespaces
 
 objects = Group("objects")
@@ -97,7 +97,7 @@ def list_namespaces(cli: Cli) -> Listing:
             users = f"dropped {moment(info.dropped_at_ms)}"
         elif info.dropped_databases:
             users += f" (and {info.dropped_databases} dropped)"
-        rows.append(Row([info.name or str(info.namespace_id), info.url, str(info.objects), users], info))
+        rows.append(ListingRow([info.name or str(info.namespace_id), info.url, str(info.objects), users], info))
     columns = ["name", "url", ">objects", "databases"]
     return Listing(columns=columns, rows=rows, empty="no namespaces: all objects are in the store's own object store")
 

@@ -52,7 +52,7 @@ GUIDES_ASCII = ("+-- ", "`-- ", "|   ", "    ")
 
 
 @dataclass(frozen=True)
-class Row:
+class ListingRow:
     """One row: its cells as text, and the object it is in JSON."""
 
     cells: Sequence[str]
@@ -64,7 +64,7 @@ class Listing:
     """Rows under columns. `columns` that begin with `>` are aligned to the right."""
 
     columns: Sequence[str]
-    rows: Iterable[Row]
+    rows: Iterable[ListingRow]
     empty: str = ""
     """What to say instead of an empty table."""
     closing: str = ""
@@ -319,7 +319,7 @@ POLL_SECONDS = 0.1
 """How often `follow` looks for new rows."""
 
 
-def follow(columns: Sequence[str], new: Callable[[], Iterable[Row]], *, as_json: bool) -> None:
+def follow(columns: Sequence[str], new: Callable[[], Iterable[ListingRow]], *, as_json: bool) -> None:
     """Write and flush the rows that `new` returns, again and again, until Ctrl-C or SIGTERM; each call has the rows since the
     last one."""
     table = None if as_json else RunningTable(columns, Look.of(sys.stdout))

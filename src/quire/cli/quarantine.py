@@ -16,7 +16,7 @@ from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.lookup import Yes
-from quire.cli.output import Listing, Note, Row
+from quire.cli.output import Listing, ListingRow, Note
 from quire.core.errors import InvalidInput
 from quire.durable.files import OsDisk
 from quire.durable.locks import FileLock
@@ -34,7 +34,7 @@ group = Group("quarantine")
 def ls(cli: Cli) -> Listing:
     """List quarantined files, with their original paths and reasons."""
     rows = [
-        Row(
+        ListingRow(
             [str(entry.number), moment(entry.moved_ms), size(entry.size_bytes), entry.path or "-", entry.why],
             {
                 "number": entry.number,

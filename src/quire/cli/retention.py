@@ -25,14 +25,14 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import bar, failure_of
 from quire.cli.lookup import Database, Yes, names_in, title_of
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 from quire.core.json_values import plain
-from quire.core.moments import duration, parse_duration
+from quire.core.time_parsing import duration, parse_duration
 from quire.manifest.records import JobKind, RetentionRecord
 from quire.manifest.retention import check_policy, has_rules
-from quire.store.shares import ExclusiveShare, snapshots_share
+from quire.store.exclusive_artifacts import ExclusiveShare, snapshots_share
 
 if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
@@ -159,7 +159,7 @@ def plan(cli: Cli, database: Database) -> Report:
         )
     table = Listing(
         columns=[">id", "snapshot", "created", "verdict", "why"],
-        rows=[Row(_cells(decision, policy_plan), None) for decision in policy_plan.decisions],
+        rows=[ListingRow(_cells(decision, policy_plan), None) for decision in policy_plan.decisions],
         empty=f"{database} has no snapshots",
         closing="\n".join(closing),
     )
@@ -297,7 +297,7 @@ def _plan_all(cli: Cli) -> Listing:
     with cli.reader() as manifest:
         known, going = _look(manifest)
     rows = [
-        Row(
+        ListingRow(
             [
                 item.database,
                 f"{len(item.plan.decisions):,}",
@@ -367,7 +367,7 @@ def _apply_report(
         *([names[job.db_id], "failed", error] for job, error in errors),
         *([name, "left", f"job {job_id} is applying it" if job_id else ENDED] for name, (job_id, _) in taken.items()),
     ]
-    table = Listing(columns=["database", "verdict", "why"], rows=[Row(cells, None) for cells in rows])
+    table = Listing(columns=["database", "verdict", "why"], rows=[ListingRow(cells, None) for cells in rows])
     data = {
         "databases": known,
         "dropped": dropped,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.command import Cli
 from quire.cli.formatting import count_of, short
 from quire.cli.lookup import VersionRef, need_pages, settled, version_of
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import EpochLost, NotFound, OutOfRange
 from quire.core.ids import Epoch
 from quire.core.json_values import plain
-from quire.sqlite.row_changes import Version
+from quire.sqlite.row_changes import ComparedVersion
 from quire.sqlite.table_diff import ChangedRow, TableDiff, diff_tables, table_names
 from quire.sqlite.tables import connected
 
@@ -32,7 +32,7 @@ def row_diff(cli: Cli, before: tuple[str, str], after: tuple[str, str], tables: 
     with cli.readable() as store, ExitStack() as closing:
         sides = [_opened(store, database, text, closing) for database, text in (before, after)]
         (old, old_text), (new, new_text) = sides
-        first, second = (Version(reader, closing.enter_context(connected(reader))) for reader in (old, new))
+        first, second = (ComparedVersion(reader, closing.enter_context(connected(reader))) for reader in (old, new))
         known = table_names(first.connection) | table_names(second.connection)
         wanted = _chosen(tables, known, before[0]) if tables else known
         pages = _changed(store, old, new) if before[0] == after[0] else None
@@ -107,7 +107,7 @@ def _shown(diff: TableDiff, limit: int) -> Listing | Note:
     left = diff.changes - len(diff.rows)
     return Listing(
         columns=[title, ">key", "row"],
-        rows=[Row([_mark(row), _key_text(row.key), _row_text(row)], None) for row in diff.rows],
+        rows=[ListingRow([_mark(row), _key_text(row.key), _row_text(row)], None) for row in diff.rows],
         closing=f"{left:,} more rows: `--limit 0` shows all" if left and limit else "",
     )
 

@@ -28,20 +28,20 @@ from quire.cli.lookup import (
     title_of,
     version_of,
 )
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import WalState
 from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
-from quire.store.shares import snapshots_share
+from quire.store.exclusive_artifacts import snapshots_share
 
 if TYPE_CHECKING:
     from quire.manifest.differences import SlotDiff, SnapshotDiff
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
-    from quire.store.shares import ExclusiveShare
+    from quire.store.exclusive_artifacts import ExclusiveShare
 
 NOW = "now"
 """The word for a database as it is, where a snapshot is asked for."""
@@ -133,7 +133,7 @@ def ls(cli: Cli, database: Database) -> Listing:
         infos = manifest.snapshots.of(database)
     return Listing(
         columns=[">id", "name", "created", ">size", "about"],
-        rows=[Row(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in infos],
+        rows=[ListingRow(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in infos],
         empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` creates one",
     )
 
@@ -270,7 +270,7 @@ def diff(
     left = len(difference.slots) - len(shown)
     slots = Listing(
         columns=[">slot", ">pages", "before", "after"],
-        rows=[Row(_slot_cells(slot), None) for slot in shown],
+        rows=[ListingRow(_slot_cells(slot), None) for slot in shown],
         closing=f"{left:,} more slots: `--limit 0` shows all" if left else "",
     )
     return Report(parts=[facts, slots], data=data)

@@ -15,12 +15,12 @@ from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import moment
 from quire.cli.lookup import Log, Moment, StoreId, Yes, log_to
-from quire.cli.output import Listing, Note, Row, until_interrupted
+from quire.cli.output import Listing, ListingRow, Note, until_interrupted
 from quire.core.clock import SystemClock
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
-from quire.core.moments import parse_moment
 from quire.core.settings import ObjectSettings
+from quire.core.time_parsing import parse_moment
 from quire.objects.options import options_of
 from quire.store import cloning
 from quire.store import standby as standbys
@@ -152,7 +152,7 @@ def list_clones(cli: Cli) -> Listing:
     root = os.path.abspath(cli.path)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
         entries = registered.registrations(bucket, txn.store_id())
-    rows = [Row([entry.clone_id, moment(entry.at_ms), f"{entry.host}:{entry.path}"], entry) for entry in entries]
+    rows = [ListingRow([entry.clone_id, moment(entry.at_ms), f"{entry.host}:{entry.path}"], entry) for entry in entries]
     return Listing(columns=["clone", "as of", "created at"], rows=rows, empty="no clones")
 
 

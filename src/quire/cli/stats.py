@@ -13,7 +13,7 @@ from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import bar
 from quire.cli.lookup import DryRun, Runner, need_runner
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
 from quire.durable.space import measure
@@ -65,7 +65,7 @@ def stats(
     return Listing(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
         rows=[
-            Row(_cells(usage_row), {**plain(usage_row), "compression": round(usage_row.compression, 3)})
+            ListingRow(_cells(usage_row), {**plain(usage_row), "compression": round(usage_row.compression, 3)})
             for usage_row in shown
         ],
         empty="no databases",
@@ -139,7 +139,7 @@ def metrics(
             kept = rolling(txn)
     return Listing(
         columns=["database", "metric", ">count", ">mean", ">min", ">max", ">last"],
-        rows=[Row(_metric_cells(metric), {**plain(metric), "mean": metric.mean}) for metric in kept],
+        rows=[ListingRow(_metric_cells(metric), {**plain(metric), "mean": metric.mean}) for metric in kept],
         empty="no metrics yet",
     )
 

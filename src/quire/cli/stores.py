@@ -12,7 +12,7 @@ from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import article, count_of, moment, size, tags_text
 from quire.cli.lookup import Database, Yes, tags_of
-from quire.cli.output import Facts, Listing, Note, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
 from quire.core.settings import StoreSettings
@@ -91,7 +91,10 @@ def ls(
     followed = any(database.follows for database in databases)  # else the column would take room from the others
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
-        rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in databases],
+        rows=[
+            ListingRow([*_cells(database), *([database.follows] if followed else [])], database)
+            for database in databases
+        ],
         empty="no databases: create one with `quire create NAME --kind pages`"
         if not (prefix or kind or tag or after)
         else "no database matches",
@@ -118,7 +121,7 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
 
     return Listing(
         columns=["id", "name", "kind", "dropped", "can be brought back until", ">snapshots", ">size"],
-        rows=[Row(cells(info), info) for info in databases],
+        rows=[ListingRow(cells(info), info) for info in databases],
         empty="no dropped databases",
         closing="`quire undrop NAME` brings one back, `quire drop NAME --now` frees its space." if databases else "",
     )

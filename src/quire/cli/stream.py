@@ -24,7 +24,7 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, pairs, size, span
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Follow
-from quire.cli.output import Facts, Listing, Note, Row
+from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
@@ -107,7 +107,7 @@ def read(
 ) -> Listing:
     """Show records in order, from any tier."""
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[ListingRow]:
         with _reading(cli, database) as stream:
             begin = stream.first_record if start is None else start
             last = after_records(stream.gaps, begin, limit) if limit else None
@@ -129,7 +129,7 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
             stream = store.stream(database)
             position = _newest(stream, stream.end_record, limit)
 
-            def new() -> Iterator[Row]:
+            def new() -> Iterator[ListingRow]:
                 nonlocal position
                 for record in stream.tail(position, timeout=0):
                     position = record.id + 1
@@ -138,7 +138,7 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
             follow_rows(columns, new, as_json=cli.as_json)
         return CliResult(None, OK)
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[ListingRow]:
         with _reading(cli, database, beside=True) as stream:
             end = stream.end_record  # others may append meanwhile
             yield from map(_record, stream.read(_newest(stream, end, limit) if limit else None, end))
@@ -151,13 +151,13 @@ def _newest(stream: Stream, end: int, limit: int) -> int:
     return max(stream.first_record, before_records(stream.gaps, end, limit))
 
 
-def _record(record: StreamRecord) -> Row:
+def _record(record: StreamRecord) -> ListingRow:
     try:
         text = record.payload.decode()
     except UnicodeDecodeError:
         text = f"0x{record.payload.hex()}"
     data = {"id": record.id, "timestamp_ms": record.timestamp_ms, "payload": record.payload}
-    return Row([str(record.id), moment(record.timestamp_ms), text], data)
+    return ListingRow([str(record.id), moment(record.timestamp_ms), text], data)
 
 
 # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,7 +170,7 @@ def segments(cli: Cli, database: Database) -> Listing:
     return Listing(columns=columns, rows=rows, empty=f"{database} has no segments")
 
 
-def _segment(segment: StreamSegment, now_ms: int) -> Row:
+def _segment(segment: StreamSegment, now_ms: int) -> ListingRow:
     names = ("hot", "warm", "remote")
     tiers = [name for name, there in zip(names, (segment.is_hot, segment.is_warm, segment.is_remote)) if there]
     data = {
@@ -193,7 +193,7 @@ def _segment(segment: StreamSegment, now_ms: int) -> Row:
         f"{span(now_ms - segment.sealed_ms)} ago" if segment.is_sealed else "open",
         " ".join(tiers),
     ]
-    return Row(cells, data)
+    return ListingRow(cells, data)
 
 
 @command("info", group, example="quire stream info clicks")
@@ -294,7 +294,7 @@ def verify(
         damage = list(problems(stream, deep=not shallow))
         count = len(stream.ledger.view.segments)
     rows = [
-        Row(
+        ListingRow(
             [problem.rule, "leak" if problem.leak else "damage", f"{problem.what} ({pairs(problem.where)})"],
             {
                 "rule": problem.rule,
@@ -329,7 +329,7 @@ def repair(
         if apply and plan.steps:
             store.stream(database)  # says so if that was not enough
     rows = [
-        Row([kind, what], {"kind": kind, "what": what})
+        ListingRow([kind, what], {"kind": kind, "what": what})
         for kind, lines in (("note", plan.notes), ("done" if apply else "to do", plan.steps), ("lost", plan.lost))
         for what in lines
     ]

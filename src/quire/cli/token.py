@@ -8,7 +8,7 @@ from quire.cli.command import Cli
 from quire.cli.declarations import Group, Option, command
 from quire.cli.formatting import count_of
 from quire.cli.output import Facts, Note, Report
-from quire.core.moments import duration, parse_duration
+from quire.core.time_parsing import duration, parse_duration
 from quire.service.signed_tokens import create_token
 
 group = Group("token")

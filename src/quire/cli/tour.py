@@ -27,7 +27,7 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.feed import summary
 from quire.cli.formatting import count_of, moment, size, visible
 from quire.cli.job_progress import bar
-from quire.cli.output import Facts, Listing, Look, Row, Tree, text_parts, tree_lines, wrapped, write_out
+from quire.cli.output import Facts, Listing, ListingRow, Look, Tree, text_parts, tree_lines, wrapped, write_out
 from quire.cli.tour_steps import FORK, SHOP
 from quire.core.clock import SystemClock
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
@@ -331,7 +331,7 @@ class Guide:
 
     def table(self, columns: list[str], rows: list[list[str]]) -> None:
         """Rows under columns; those that begin with `>` are aligned to the right."""
-        for line in text_parts(Listing(columns=columns, rows=[Row(row, None) for row in rows]), self._look):
+        for line in text_parts(Listing(columns=columns, rows=[ListingRow(row, None) for row in rows]), self._look):
             self._write(INDENT + line.rstrip("\n"))
 
     def tree(self, root: Node) -> None:

@@ -18,7 +18,7 @@ from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
 from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
 from quire.core.json_values import plain
-from quire.store.shares import ExclusiveShare, live_share, snapshots_share
+from quire.store.exclusive_artifacts import ExclusiveShare, live_share, snapshots_share
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -32,7 +32,7 @@ DEPTH_MAX = 150
 
 
 @dataclass(frozen=True)
-class Known:
+class TreeData:
     """What the manifest says, read before anything is drawn."""
 
     records: dict[int, DbRecord]
@@ -71,7 +71,7 @@ def nodes_of(manifest: ManifestStore) -> list[Node]:
     return _roots(lineage, _known(manifest, lineage, everything=False, sizes=False))
 
 
-def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: bool, sizes: bool) -> Known:
+def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: bool, sizes: bool) -> TreeData:
     snapshots: dict[int, list[SnapshotInfo]] = {}
     for database in _in_order(lineage):
         with suppress(UnknownDatabase, ManifestDamaged):  # dropped, perhaps a moment ago, or its row is damaged
@@ -80,7 +80,7 @@ def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: b
     with manifest.read() as txn:
         records = dict(txn.databases())
         shares = _shares(txn, snapshots) if sizes else {}
-    return Known(records, snapshots, names, shares, everything)
+    return TreeData(records, snapshots, names, shares, everything)
 
 
 def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tuple[int, int], ExclusiveShare]:
@@ -92,7 +92,7 @@ def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tupl
 
 
 # ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _node(database: LineageNode, known: Known, nodes: dict[int, Node]) -> Node:
+def _node(database: LineageNode, known: TreeData, nodes: dict[int, Node]) -> Node:
     """A database, its forks below what they were made from; `nodes` has those already."""
     snapshots = known.snapshots.get(database.db_id, [])
     kept = known.names.get(database.db_id, {})
@@ -116,7 +116,7 @@ def _node(database: LineageNode, known: Known, nodes: dict[int, Node]) -> Node:
     return Node(database.name or f"#{database.db_id}", _text(database, known), below, faded=_is_dropped(database))
 
 
-def _text(database: LineageNode, known: Known) -> str:
+def _text(database: LineageNode, known: TreeData) -> str:
     record = known.records.get(database.db_id)
     if record is None:
         return "damaged; see `quire manifest check`" if database.name else "dropped"
@@ -132,7 +132,7 @@ def _text(database: LineageNode, known: Known) -> str:
     return ", ".join(words)
 
 
-def _forked(fork: LineageNode, known: Known) -> str:
+def _forked(fork: LineageNode, known: TreeData) -> str:
     dropped = fork.parent_snapshot_id and fork.parent_snapshot_id not in known.names.get(fork.parent_db_id, ())
     source = f" from snapshot #{fork.parent_snapshot_id}, dropped" if dropped else ""
     return f"forked {moment(fork.created_at_ms)}{source}"
@@ -142,17 +142,17 @@ def _snapshot_name(snapshot: SnapshotInfo) -> str:
     return f"@{snapshot.name}" if snapshot.name else f"#{snapshot.snapshot_id}"
 
 
-def _snapshot_text(snapshot: SnapshotInfo, known: Known) -> str:
+def _snapshot_text(snapshot: SnapshotInfo, known: TreeData) -> str:
     words = [moment(snapshot.created_at_ms), *_exclusive(known, snapshot.db_id, snapshot.snapshot_id)]
     return ", ".join(filter(None, (*words, about(snapshot))))
 
 
-def _exclusive(known: Known, db_id: int, snapshot_id: int) -> list[str]:
+def _exclusive(known: TreeData, db_id: int, snapshot_id: int) -> list[str]:
     share = known.shares.get((db_id, snapshot_id))
     return [] if share is None else [f"{size(share.size_bytes)} exclusive"]
 
 
-def _roots(lineage: list[LineageNode], known: Known) -> list[Node]:
+def _roots(lineage: list[LineageNode], known: TreeData) -> list[Node]:
     """The trees, for people."""
     nodes: dict[int, Node] = {}
     for database in reversed(_in_order(lineage)):
@@ -175,7 +175,7 @@ def _is_dropped(database: LineageNode) -> bool:
 
 
 # ── for programs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _nested(lineage: list[LineageNode], known: Known) -> list[dict[str, Any]]:
+def _nested(lineage: list[LineageNode], known: TreeData) -> list[dict[str, Any]]:
     """The trees as JSON objects."""
     depth: dict[int, int] = {}
     nodes = _in_order(lineage)
@@ -190,7 +190,7 @@ def _nested(lineage: list[LineageNode], known: Known) -> list[dict[str, Any]]:
     return [objects[root.db_id] for root in lineage]
 
 
-def _object(node: LineageNode, known: Known, forks: list[dict[str, Any]]) -> dict[str, Any]:
+def _object(node: LineageNode, known: TreeData, forks: list[dict[str, Any]]) -> dict[str, Any]:
     record = known.records.get(node.db_id)
     snapshots = known.snapshots.get(node.db_id, [])
     names = known.names.get(node.parent_db_id, {})
@@ -211,6 +211,6 @@ def _object(node: LineageNode, known: Known, forks: list[dict[str, Any]]) -> dic
     }
 
 
-def _share_of(known: Known, db_id: int, snapshot_id: int) -> dict[str, Any]:
+def _share_of(known: TreeData, db_id: int, snapshot_id: int) -> dict[str, Any]:
     share = known.shares.get((db_id, snapshot_id))
     return {} if share is None else {"share": share_json(share)}

@@ -18,8 +18,8 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bench, failure_of
 from quire.cli.lookup import DryRun, Runner, need_runner
-from quire.cli.output import Facts, Listing, Report, Row
-from quire.core.moments import parse_duration
+from quire.cli.output import Facts, Listing, ListingRow, Report
+from quire.core.time_parsing import parse_duration
 from quire.manifest.verification import told
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _verdict(
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
     rows = [
-        Row(
+        ListingRow(
             [
                 artifact["state"].lower(),
                 artifact.get("artifact") or artifact["what"],
@@ -112,7 +112,9 @@ def _verdict(
         )
         for artifact in damage[:LISTED]
     ]
-    rows += [Row(["damaged", line, ""], problem) for line, problem in zip(files, result.get("problems", []))][:LISTED]
+    rows += [ListingRow(["damaged", line, ""], problem) for line, problem in zip(files, result.get("problems", []))][
+        :LISTED
+    ]
     left = len(damage) + len(files) - len(rows)
     listing = Listing(
         columns=["state", "artifact", ">size"],
@@ -131,7 +133,9 @@ def _verdict(
 def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
     """What was read, by kind."""
     rows = [
-        Row([kind, f"{counts['files']:,}", size(counts["bytes"]), f"{counts['problems']:,}"], {"kind": kind, **counts})
+        ListingRow(
+            [kind, f"{counts['files']:,}", size(counts["bytes"]), f"{counts['problems']:,}"], {"kind": kind, **counts}
+        )
         for kind, counts in kinds.items()
     ]
     return Listing(columns=["kind", ">files", ">size", ">problems"], rows=rows, empty="nothing to read")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, command
 from quire.cli.formatting import size
-from quire.cli.output import Facts, Listing, Report, Row
+from quire.cli.output import Facts, Listing, ListingRow, Report
 from quire.core.errors import InvalidInput, NotFound, ObjectNotFound, Unavailable
 from quire.core.reader_info import ReaderInfo
 from quire.service.sockets import find_owner
@@ -44,7 +44,7 @@ def why(
         facts.append(("on disk", size(answer.disk_bytes)))
     if answer.kind in ("segment", "base", "delta"):
         facts.append(("references", str(answer.references)))
-    rows = [Row([holder.kind, holder.name, holder.what, holder.release], holder) for holder in answer.holders]
+    rows = [ListingRow([holder.kind, holder.name, holder.what, holder.release], holder) for holder in answer.holders]
     columns = ["held by", "name", "because", "released by"]
     return Report(
         parts=(Facts(lines=facts, data=None), Listing(columns=columns, rows=rows, empty="nothing holds it")),

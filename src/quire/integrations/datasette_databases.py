@@ -19,7 +19,7 @@ from typing import Any
 from datasette.database import Database
 
 from quire.core.errors import InvalidInput
-from quire.integrations.versions import ListedVersion, list_versions
+from quire.integrations.database_versions import ListedVersion, list_versions
 from quire.sqlite import dbapi
 from quire.store.sqlite_urls import hold_store, open_for_reading
 from quire.store.store import Store

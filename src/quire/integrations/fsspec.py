@@ -20,8 +20,8 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from quire.core.errors import InvalidInput, NotFound, ReadOnly
-from quire.integrations.versions import list_versions, open_version
-from quire.service.versions import parse_version
+from quire.integrations.database_versions import list_versions, open_version
+from quire.service.version_address import parse_version
 from quire.sqlite.files import read_part
 from quire.store.sqlite_urls import open_for_reading
 from quire.store.store import Store

@@ -23,7 +23,7 @@ _load, _ = lazy_names(
     {
         "connect": "quire.sqlite.pep249.connection",
         "open_for_reading": "quire.store.sqlite_urls",
-        "list_versions": "quire.integrations.versions",
+        "list_versions": "quire.integrations.database_versions",
         "QuireError": "quire.core.errors",
     },
 )

@@ -34,11 +34,11 @@ from quire.core.events import emit
 from quire.durable.names import STREAMS
 from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext
+from quire.jobs.database_walk import DatabaseWalk
 from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.mirror.changed import due_mirrors
 from quire.jobs.residency import apply_policy
 from quire.jobs.stream_checkpoint.job import unpublished
-from quire.jobs.walking import Walk
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import PruneAudit
@@ -125,14 +125,14 @@ class Upkeep:
         self._next_leftovers = 0.0
         # where each step has got to
         clock = ctx.clock
-        self._scheduling = Walk(t.RETENTION, clock, LOOK_SECONDS)
-        self._checkpointing = Walk(t.WAL_CATALOG, clock, LOOK_SECONDS)
-        self._retaining = Walk(t.SNAPSHOT_INDEX, clock, SLOW_LOOK_SECONDS)
-        self._reviewing = Walk(t.SNAPSHOT_INDEX, clock, SLOW_LOOK_SECONDS)
-        self._publishing = Walk(t.DB, clock, SLOW_LOOK_SECONDS)
-        self._evicting = Walk(t.DB, clock, SLOW_LOOK_SECONDS)
-        self._burying = Walk(t.DB, clock, SLOW_LOOK_SECONDS)
-        self._pruning = Walk(t.AUDIT, clock, SLOW_LOOK_SECONDS)
+        self._scheduling = DatabaseWalk(t.RETENTION, clock, LOOK_SECONDS)
+        self._checkpointing = DatabaseWalk(t.WAL_CATALOG, clock, LOOK_SECONDS)
+        self._retaining = DatabaseWalk(t.SNAPSHOT_INDEX, clock, SLOW_LOOK_SECONDS)
+        self._reviewing = DatabaseWalk(t.SNAPSHOT_INDEX, clock, SLOW_LOOK_SECONDS)
+        self._publishing = DatabaseWalk(t.DB, clock, SLOW_LOOK_SECONDS)
+        self._evicting = DatabaseWalk(t.DB, clock, SLOW_LOOK_SECONDS)
+        self._burying = DatabaseWalk(t.DB, clock, SLOW_LOOK_SECONDS)
+        self._pruning = DatabaseWalk(t.AUDIT, clock, SLOW_LOOK_SECONDS)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 

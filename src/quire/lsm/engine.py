@@ -28,8 +28,8 @@ from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import Corruption, QuireError, StoreClosed
 from quire.core.events import emit
-from quire.core.open_set import OpenSet
-from quire.core.refusal import refuse
+from quire.core.open_databases import OpenSet
+from quire.core.read_only import refuse
 from quire.core.settings import LsmSettings
 from quire.durable import quarantine
 from quire.durable.files import Disk

@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from quire.core.errors import Corruption, StoreClosed
-from quire.core.refusal import Refused, refuse
+from quire.core.read_only import OwnerOnly, refuse
 from quire.core.settings import LsmSettings
 from quire.durable.files import Disk, read_all
 from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
@@ -85,7 +85,7 @@ class ReadOnlyKv(Kv):
         self.follower = None
         self.barrier = None
         self.first_lsn = 0
-        self.manifest = self.upkeep = self.stalls = cast(Any, Refused("the database", name=name))
+        self.manifest = self.upkeep = self.stalls = cast(Any, OwnerOnly("the database", name=name))
         self.snapshots = HeldLsns()
         # guarded by _reading
         self._reading = threading.Lock()
@@ -230,23 +230,23 @@ class ReadOnlyKv(Kv):
         refuse("the database", name=self._name)
 
     def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
-        """Refused."""
+        """OwnerOnly."""
         refuse("the database", name=self._name, keys=len(batch), sync=sync, key=key.hex())
 
     def sync(self) -> None:
-        """Refused."""
+        """OwnerOnly."""
         self._refuse()
 
     def flush(self) -> None:
-        """Refused."""
+        """OwnerOnly."""
         self._refuse()
 
     def compact(self) -> None:
-        """Refused."""
+        """OwnerOnly."""
         self._refuse()
 
     def begin_load(self) -> int:
-        """Refused."""
+        """OwnerOnly."""
         self._refuse()
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,7 +34,7 @@ SPARE_IDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class MergeRange:
     """A range of keys to merge."""
 
     directory: str
@@ -49,7 +49,7 @@ class Task:
     options: TableOptions
 
 
-def run_task(task: Task, disk: Disk | None = None) -> list[int]:
+def run_task(task: MergeRange, disk: Disk | None = None) -> list[int]:
     """Merge a range; the ids of the tables that were written."""
     disk, home, left = disk or OsDisk(), LsmHome(task.directory), iter(task.ids)
     tables = [SSTable.open(disk, home.sst(sst_id), sst_id) for sst_id in task.inputs]
@@ -80,7 +80,7 @@ def run_task(task: Task, disk: Disk | None = None) -> list[int]:
 class MajorCompaction:
     """A major compaction that is under way; made by `plan_major`."""
 
-    def __init__(self, kv: Kv, job: compaction.MergeJob | None, tasks: tuple[Task, ...]) -> None:
+    def __init__(self, kv: Kv, job: compaction.MergeJob | None, tasks: tuple[MergeRange, ...]) -> None:
         self.tasks = tasks
         self._kv = kv
         self._job = job
@@ -125,7 +125,7 @@ def plan_major(kv: Kv, *, tasks: int) -> Iterator[MajorCompaction]:
         kv.upkeep.collect()
 
 
-def _tasks(kv: Kv, job: compaction.MergeJob, count: int) -> Iterator[Task]:
+def _tasks(kv: Kv, job: compaction.MergeJob, count: int) -> Iterator[MergeRange]:
     total = sum(table.meta.raw_bytes for table in job.inputs)
     share = max(1, total // max(1, count))
     ranges = parts(job.inputs, b"", None, first_bytes=share, bytes_max=share)
@@ -133,7 +133,7 @@ def _tasks(kv: Kv, job: compaction.MergeJob, count: int) -> Iterator[Task]:
     ids = iter(kv.manifest.allocate_sst_ids(ids_each * len(ranges)))
     retention = kv.upkeep.retention(job)
     for low, high in ranges:
-        yield Task(
+        yield MergeRange(
             directory=kv.home.path,
             inputs=tuple(table.meta.sst_id for table in job.inputs),
             low=low,

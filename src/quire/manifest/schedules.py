@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
 
 from quire.core.errors import InvalidInput
-from quire.core.moments import WEEKDAYS, parse_zone
+from quire.core.time_parsing import WEEKDAYS, parse_zone
 
 BUCKETS: dict[str, Callable[[datetime | date], str]] = {
     "hourly": lambda moment: moment.strftime("%Y-%m-%dT%H"),

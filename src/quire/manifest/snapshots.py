@@ -26,7 +26,7 @@ from quire.core.barrier import changes
 from quire.core.errors import ArtifactGone, InvalidInput, StalePlan, UnknownArtifact, UnknownSnapshot
 from quire.core.ids import ArtifactKey, Epoch
 from quire.core.limits import CHUNK_BYTES
-from quire.core.moments import parse_version
+from quire.core.time_parsing import parse_version
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.differences import View, compare, read_leaves
@@ -281,7 +281,7 @@ class Snapshots:
             return _info(db_id, *txn.require_snapshot(db_id, snapshot))
 
     def find(self, db: int | str, text: str) -> SnapshotInfo | Epoch | datetime:
-        """The version that a text names: a snapshot's name, else an epoch (3:4711) or a moment (`core/moments.py`)."""
+        """The version that a text names: a snapshot's name, else an epoch (3:4711) or a moment (`core/time_parsing.py`)."""
         try:
             check_name("snapshot", text.replace("/", "-"))  # a zone has a slash
             return self.get(db, text)

@@ -26,7 +26,7 @@ from quire.core.clock import Clock
 from quire.core.errors import DatabaseTombstoned, QuireError, ReadOnly, StoreClosed
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey
-from quire.core.open_set import OpenSet
+from quire.core.open_databases import OpenSet
 from quire.core.settings import PagesSettings
 from quire.durable.files import Disk
 from quire.manifest.snapshots import Anchor, ForkOptions, SnapshotInfo

@@ -124,6 +124,6 @@ class CallContext:
     is_over: Callable[[], bool]
     """The client has left, or the server stops: what waits should end."""
     client: str = ""
-    """Whose call it is, as it says itself: what it holds at the owner is found by this (`holdings.py`)."""
+    """Whose call it is, as it says itself: what it holds at the owner is found by this (`client_holdings.py`)."""
     is_local: bool = False
     """It came through the Unix socket."""

@@ -48,11 +48,11 @@ from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service import tickets
 from quire.service.api import CallContext, StoreApi
+from quire.service.client_holdings import Holdings
 from quire.service.commands import CommandHandlers
 from quire.service.handlers_data import DataHandlers
 from quire.service.handlers_jobs import JobHandlers
 from quire.service.handlers_sql import SqlHandlers
-from quire.service.holdings import Holdings
 from quire.service.idempotency import once
 from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts

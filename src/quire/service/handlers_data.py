@@ -1,6 +1,6 @@
 """What the owner does for the actions of `data_actions.py`: records, keys and values, for clients without files of their own.
 
-Nothing here keeps a page: a client that stops reading costs nothing but the snapshot that it holds (`holdings.py`).
+Nothing here keeps a page: a client that stops reading costs nothing but the snapshot that it holds (`client_holdings.py`).
 
 Threads: any; one call is one thread.
 """
@@ -16,7 +16,7 @@ from quire.lsm.kv import Kv, Stats
 from quire.lsm.reading import KvSnapshot
 from quire.service import data_actions as d
 from quire.service.api import CallContext, StoreApi
-from quire.service.holdings import Holdings
+from quire.service.client_holdings import Holdings
 from quire.service.tickets import OfConsumer
 from quire.stream.spans import StreamRecord
 from quire.stream.state import Consumer, Retention

@@ -20,8 +20,8 @@ from functools import partial
 from quire.core.errors import AccessDenied, InvalidInput
 from quire.service import sql_actions as s
 from quire.service.api import CallContext, StoreApi
-from quire.service.holdings import Holdings
-from quire.service.versions import attachable
+from quire.service.client_holdings import Holdings
+from quire.service.version_address import attachable
 from quire.sqlite.function_packs import define_functions
 from quire.sqlite.remote_policy import remote_runner
 from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp

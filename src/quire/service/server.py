@@ -36,11 +36,11 @@ from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
 from quire.service.admission import MIDDLEWARE, CallLimit, FlightGate, Refusals
 from quire.service.api import CallContext, StoreApi
+from quire.service.client_holdings import Holdings
 from quire.service.data_actions import STREAM_TAIL
 from quire.service.frame_server import FrameServer
 from quire.service.handlers import Handlers
 from quire.service.handlers_sql import SQL
-from quire.service.holdings import Holdings
 from quire.service.messages import ACTIONS, DatabaseRequest, Scope, TableTicket
 from quire.service.signed_tokens import accepted_tokens
 from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, listens, place_of, retract

@@ -45,7 +45,7 @@ KEY_BYTES_MAX = 16 * 1024
 TTL_SECONDS_MAX = 10 * 365 * 86_400
 
 
-class Scope(msgspec.Struct, frozen=True):
+class TokenScope(msgspec.Struct, frozen=True):
     """Databases, by name."""
 
     ns: tuple[str, ...] = ()
@@ -54,10 +54,10 @@ class Scope(msgspec.Struct, frozen=True):
 class Scopes(msgspec.Struct, frozen=True):
     """The claim `p`."""
 
-    ro: Scope = Scope()
-    rw: Scope = Scope()
-    roa: Scope = Scope()
-    rwa: Scope = Scope()
+    ro: TokenScope = TokenScope()
+    rw: TokenScope = TokenScope()
+    roa: TokenScope = TokenScope()
+    rwa: TokenScope = TokenScope()
 
 
 class Claims(msgspec.Struct, frozen=True):

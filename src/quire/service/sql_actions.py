@@ -1,7 +1,7 @@
 """The actions of SQL connections: what a client's `sqlite(name)` asks the owner for (W8).
 
-A connection is held at the owner for its client (`holdings.py`). Its calls are numbered: one that is repeated is answered
-again, and not run again (`sqlite/served.py`), so that every action may be repeated.
+A connection is held at the owner for its client (`client_holdings.py`). Its calls are numbered: one that is repeated is
+answered again, and not run again (`sqlite/served.py`), so that every action may be repeated.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from quire.spark.access import options_of
     from quire.spark.catalog import RegisteredDatabase, register
     from quire.spark.runner import SparkRunner
-    from quire.spark.saving import save
+    from quire.spark.save_table import save
     from quire.spark.sessions import attach, session
     from quire.spark.sources.kv_load import bulk_load
     from quire.spark.stores import read_stores, run_stores
@@ -34,7 +34,7 @@ if not TYPE_CHECKING:
             "RegisteredDatabase": "quire.spark.catalog",
             "register": "quire.spark.catalog",
             "SparkRunner": "quire.spark.runner",
-            "save": "quire.spark.saving",
+            "save": "quire.spark.save_table",
             "attach": "quire.spark.sessions",
             "session": "quire.spark.sessions",
             "bulk_load": "quire.spark.sources.kv_load",

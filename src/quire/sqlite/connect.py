@@ -26,7 +26,7 @@ from quire.core.barrier import Barrier
 from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, NameTaken, QuireError, ReadOnly, StoreClosed, UnknownDatabase
 from quire.core.ids import Epoch
-from quire.core.moments import parse_moment
+from quire.core.time_parsing import parse_moment
 from quire.durable.names import check_name
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import Anchor, ForkOptions, RolledBack, SnapshotInfo

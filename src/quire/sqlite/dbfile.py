@@ -218,7 +218,7 @@ def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Una
     return StorageFault(f"SQLite cannot read the database: {error}", hint=hint, path=path)
 
 
-class Source:
+class FileSource:
     """A database file at one moment. Made by `open_source`; a context manager."""
 
     def __init__(self, file: DbFile, lock: ReadLock | None, wal: File | None) -> None:
@@ -344,7 +344,7 @@ class Source:
 
 
 @contextmanager
-def open_source(path: str, *, lock: bool = True, disk: Disk | None = None) -> Iterator[Source]:
+def open_source(path: str, *, lock: bool = True, disk: Disk | None = None) -> Iterator[FileSource]:
     """A database file for reading, locked unless `lock=False`: then nobody may write to it meanwhile."""
     disk = disk or OsDisk()
     with ExitStack() as closing:
@@ -356,7 +356,7 @@ def open_source(path: str, *, lock: bool = True, disk: Disk | None = None) -> It
         wal = open_if_there(disk, file.path + "-wal")
         if wal is not None:
             closing.callback(wal.close)
-        yield Source(file, held, wal)
+        yield FileSource(file, held, wal)
 
 
 def _locked(file: DbFile, header: DbHeader) -> ReadLock:

@@ -39,7 +39,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.transaction import PageGuard, WriteTxn
-from quire.sqlite.dbfile import Signature, Source, open_if_there, open_source, signature_of, size_and_time
+from quire.sqlite.dbfile import FileSource, Signature, open_if_there, open_source, signature_of, size_and_time
 from quire.sqlite.importing import Progress, bring, bring_some, name_for, quiet, require_page_size, target_for
 from quire.sqlite.walfile import (
     FRAME_HEAD,
@@ -97,7 +97,9 @@ class FollowPosition(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.frame == NOWHERE else VerifiedFrame(self.frame, self.checksum)
 
 
-def position_of(source: Source, lsn: int, end: VerifiedFrame | None, *, began_ns: int, now_ns: int) -> FollowPosition:
+def position_of(
+    source: FileSource, lsn: int, end: VerifiedFrame | None, *, began_ns: int, now_ns: int
+) -> FollowPosition:
     """The position of a source that is our version `lsn` now; `end` is the last frame that was read, if one was.
 
     `began_ns` is from before the source was opened: its log, unlike the file, may be written to while it is read.
@@ -121,7 +123,7 @@ def position_of(source: Source, lsn: int, end: VerifiedFrame | None, *, began_ns
     )
 
 
-def _end_of(source: Source) -> VerifiedFrame | None:
+def _end_of(source: FileSource) -> VerifiedFrame | None:
     """Behind the last committed frame, where the log was not read because the file holds all of it."""
     if source.map is not None:
         return source.map.end
@@ -263,7 +265,7 @@ class Follower:
         self.done.looks += after != before
         return after != before
 
-    def _open_target(self, source: Source) -> PageStore:
+    def _open_target(self, source: FileSource) -> PageStore:
         """The database; by name and made if need be the first time, then that very one, whatever it is called."""
         if self._target is not None:
             require_page_size(self.name, self._target.page_size, source.page_size)
@@ -305,7 +307,7 @@ class Follower:
         return position
 
     # ── shipping ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _ship(self, target: PageStore, source: Source) -> VerifiedFrame | None:
+    def _ship(self, target: PageStore, source: FileSource) -> VerifiedFrame | None:
         """Make our database what the source is; the last frame that is part of it, where that is known from reading."""
         start = self._start_of(source)
         if start is not None:
@@ -323,7 +325,7 @@ class Follower:
         emit("info", "sqlite.follow.compared", path=self.path, **asdict(brought))
         return None
 
-    def _start_of(self, source: Source) -> VerifiedFrame | None:
+    def _start_of(self, source: FileSource) -> VerifiedFrame | None:
         """Where an exact look begins; `None` if it cannot be exact."""
         position, header = self._valid_position(), source.wal_header
         if position is None or header is None or source.wal is None or source.committed <= 0:
@@ -338,7 +340,7 @@ class Follower:
             return header.start
         return None
 
-    def _exact(self, target: PageStore, source: Source, start: VerifiedFrame) -> VerifiedFrame:
+    def _exact(self, target: PageStore, source: FileSource, start: VerifiedFrame) -> VerifiedFrame:
         """Ship transactions from the log behind a place; the last commit that was found good."""
         assert source.wal is not None
         assert source.wal_header is not None
@@ -377,7 +379,7 @@ class Follower:
         txn.write_pages({page: block.image(index) for page, index in images.items()})
         self.done.pages += len(images)
 
-    def _suspects(self, source: Source) -> set[int] | None:
+    def _suspects(self, source: FileSource) -> set[int] | None:
         """All pages that can have changed, if the log was begun anew just once; else `None`."""
         position, header = self._valid_position(), source.wal_header
         if position is None or header is None or source.wal is None:

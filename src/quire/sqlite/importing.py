@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 """Called as (what is being done, bytes done, bytes in all)."""
 
 
-class PageArray(Protocol):
+class ImportedPages(Protocol):
     """Where pages come from: `dbfile.Source`, for one."""
 
     @property
@@ -75,7 +75,7 @@ def quiet(_: str, __: int, ___: int) -> None:
     """For who wants no progress."""
 
 
-def bring(target: PageStore, source: PageArray, progress: Progress = quiet) -> Brought:
+def bring(target: PageStore, source: ImportedPages, progress: Progress = quiet) -> Brought:
     """Make the database what the source is, in one commit that is durable when this returns."""
     step = max(STEP_BYTES // source.page_size, 1)
     digest = hashlib.sha256()
@@ -93,7 +93,7 @@ def bring(target: PageStore, source: PageArray, progress: Progress = quiet) -> B
     return Brought(guard.result(), source.size_pages, changed, digest.hexdigest())
 
 
-def bring_some(target: PageStore, source: PageArray, pages: Iterable[int]) -> Brought:
+def bring_some(target: PageStore, source: ImportedPages, pages: Iterable[int]) -> Brought:
     """As `bring`, where only some pages can have changed."""
     step = max(STEP_BYTES // source.page_size, 1)
     wanted = sorted(page for page in set(pages) if page < source.size_pages)

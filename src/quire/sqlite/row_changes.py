@@ -39,9 +39,9 @@ from quire.sqlite.index_cells import IndexFormat, key_of, payloads
 from quire.sqlite.tables import SqliteTable, find_table, quoted
 from quire.sqlite.trees import (
     EVERYTHING,
+    BTree,
     ReadPage,
     Rowids,
-    Tree,
     Unreadable,
     by_number,
     free_pages,
@@ -97,14 +97,14 @@ class Candidates:
 
 
 @dataclass(slots=True)
-class Version:
+class ComparedVersion:
     """A database at one moment. Remembers the trees that it was asked for."""
 
     pages: PageReader
     connection: apsw.Connection
     database: str = ""
     """Its name, for errors."""
-    _trees: dict[int, Tree] = field(default_factory=dict)
+    _trees: dict[int, BTree] = field(default_factory=dict)
 
     @property
     def read_page(self) -> ReadPage:
@@ -126,7 +126,7 @@ class Version:
             )
         return table
 
-    def tree(self, root: int) -> Tree:
+    def tree(self, root: int) -> BTree:
         """The tree that begins at a page."""
         if root not in self._trees:
             self._trees[root] = walk(self.read_page, root, self.pages.size_pages)
@@ -166,7 +166,7 @@ class Version:
 
 # ── where rows may differ ─────────────────────────────────────────────────────────────────────────────────────────────
 def find_candidates(
-    before: Version, after: Version, name: str, changed: Callable[[], Collection[int]]
+    before: ComparedVersion, after: ComparedVersion, name: str, changed: Callable[[], Collection[int]]
 ) -> tuple[SqliteTable | None, SqliteTable | None, Candidates]:
     """(the table in each version, where its rows may differ). `changed` gives the pages that differ, by SQLite's numbers."""
     old, new = before.table(name), after.table(name)
@@ -190,7 +190,7 @@ def _everything(reason: str, table: SqliteTable | None) -> Candidates:
 
 
 def _in_trees(
-    before: Version, after: Version, old: SqliteTable, new: SqliteTable, changed: Collection[int]
+    before: ComparedVersion, after: ComparedVersion, old: SqliteTable, new: SqliteTable, changed: Collection[int]
 ) -> Candidates:
     trees = before.tree(old.root), after.tree(new.root)
     own = trees[0].pages() | trees[1].pages()
@@ -230,8 +230,8 @@ def _keys(records: list[set[bytes]], columns: int, forms: list[IndexFormat]) -> 
 
 # ── the rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def changed_rows(
-    before: Version | None,
-    after: Version | None,
+    before: ComparedVersion | None,
+    after: ComparedVersion | None,
     tables: tuple[SqliteTable | None, SqliteTable | None],
     columns: Sequence[str],
     candidates: Candidates,

@@ -12,7 +12,7 @@ from typing import Any
 import apsw
 
 from quire.core.errors import InvalidInput
-from quire.sqlite.row_changes import DELETE, INSERT, UPDATE, Version, changed_rows, find_candidates
+from quire.sqlite.row_changes import DELETE, INSERT, UPDATE, ComparedVersion, changed_rows, find_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def table_names(connection: apsw.Connection) -> set[str]:
 
 
 def diff_tables(
-    before: Version,
-    after: Version,
+    before: ComparedVersion,
+    after: ComparedVersion,
     names: Collection[str],
     changed: Callable[[], Collection[int]],
     *,
@@ -74,7 +74,11 @@ def diff_tables(
 
 
 def _compare(
-    diff: TableDiff, before: Version, after: Version, changed: Callable[[], Collection[int]], limit: int | None
+    diff: TableDiff,
+    before: ComparedVersion,
+    after: ComparedVersion,
+    changed: Callable[[], Collection[int]],
+    limit: int | None,
 ) -> None:
     old, new, candidates = find_candidates(before, after, diff.table, changed)
     if old is None or new is None:

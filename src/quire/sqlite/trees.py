@@ -105,7 +105,7 @@ def varint(image: bytes, at: int) -> int:
 
 # ── a whole tree ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True)
-class Tree:
+class BTree:
     """The pages of one tree. Its leaves were not read."""
 
     interior: set[int] = field(default_factory=set)
@@ -117,9 +117,9 @@ class Tree:
         return self.interior | self.leaves.keys()
 
 
-def walk(read_page: ReadPage, root: int, pages_max: int) -> Tree:
+def walk(read_page: ReadPage, root: int, pages_max: int) -> BTree:
     """A tree of at most so many pages. Reads its interior pages, and the first leaf."""
-    tree = Tree()
+    tree = BTree()
     level: list[Node] = [(root, MOST)]
     while kind_of(read_page(level[0][0]), level[0][0]) in (INTERIOR_INDEX, INTERIOR_TABLE):
         below: list[Node] = []

@@ -78,7 +78,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
 
 
 def _drill(store: Store) -> DrillRecord:
-    from quire.store.drilling import drill  # it opens a store, which this module is part of
+    from quire.store.restore_drill import drill  # it opens a store, which this module is part of
 
     return drill(store)
 

@@ -26,9 +26,9 @@ from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
 from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
 from quire.store import layout
+from quire.store.exclusive_artifacts import own_bytes
 from quire.store.listing import matching
 from quire.store.object_location import state_beside
-from quire.store.shares import own_bytes
 
 if TYPE_CHECKING:
     from quire.archive.status import ArchiveStatus

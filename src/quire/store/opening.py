@@ -30,7 +30,7 @@ from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_location
 from quire.store.archiving import open_archived, open_beside, refuse_standby, take_over
-from quire.store.shared import note_opened
+from quire.store.shared_stores import note_opened
 from quire.store.store import Mode, Store
 
 

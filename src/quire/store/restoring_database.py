@@ -148,7 +148,7 @@ def _copy_pages(
 
 
 class _Pages:
-    """A version as an import reads it (`importing.PageArray`)."""
+    """A version as an import reads it (`importing.ImportedPages`)."""
 
     def __init__(self, version: Snapshot) -> None:
         self._version = version

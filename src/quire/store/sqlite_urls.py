@@ -30,7 +30,7 @@ from urllib.parse import parse_qsl, unquote
 
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, QuireError, StoreLocked
-from quire.core.moments import parse_moment
+from quire.core.time_parsing import parse_moment
 from quire.durable import names
 from quire.durable.locks import is_held
 from quire.service.sockets import find_owner
@@ -39,7 +39,7 @@ from quire.sqlite.function_packs import define_functions
 from quire.sqlite.pep249.driver import Driver, LocalDriver
 from quire.sqlite.pep249.errors import error_of
 from quire.store.opening import open as open_store
-from quire.store.shared import acquire, acquire_for_reading
+from quire.store.shared_stores import acquire, acquire_for_reading
 from quire.store.store import Mode, Store
 
 SCHEME = "quire:"

@@ -34,7 +34,7 @@ from quire.manifest.records import DbKind, DbStatus, JobKind
 from quire.manifest.snapshots import ForkOptions
 from quire.service.tokens import Credentials
 from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
-from quire.store import layout, many, object_location
+from quire.store import bulk, layout, object_location
 from quire.store.backup import back_up
 from quire.store.heavy import Heavy
 from quire.store.info import (
@@ -389,7 +389,7 @@ class Store:
         """New databases, in commits that they share; their ids, in the order of the names. See `docs/scale.md`."""
         kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
-        return many.create_many(self.manifest, names, kind, tags or {}, namespace_id)
+        return bulk.create_many(self.manifest, names, kind, tags or {}, namespace_id)
 
     @changes
     def fork_many(
@@ -402,7 +402,7 @@ class Store:
         kept = self._parts.snapshot(template, "", {"by": "fork_many"}) if at is None else None
         info = kept if kept is not None else self.manifest.snapshots.get(template, at if at is not None else 0)
         try:
-            return many.fork_many(self.manifest, info.db_id, info.snapshot_id, names, tags or {})
+            return bulk.fork_many(self.manifest, info.db_id, info.snapshot_id, names, tags or {})
         finally:
             if kept is not None:
                 self.manifest.snapshots.drop(kept.db_id, kept.snapshot_id)
@@ -410,7 +410,7 @@ class Store:
     @changes
     def drop_many(self, names: Iterable[str], *, snapshots: bool = False) -> list[int]:
         """Drop databases, in commits that they share; their ids, in the order of the names."""
-        dropped = many.drop_many(self.manifest, names, snapshots=snapshots)
+        dropped = bulk.drop_many(self.manifest, names, snapshots=snapshots)
         for kind in {kind for _, kind in dropped} - {DbKind.PAGES}:
             self._parts.engine_of(kind).sweep()
         return [db_id for db_id, _ in dropped]

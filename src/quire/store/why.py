@@ -41,8 +41,8 @@ from quire.manifest.records import (
 from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.pages.leasefiles import UNREADABLE, live_leases
+from quire.store.exclusive_artifacts import own_bytes
 from quire.store.namespaces import NamespaceInfo, namespaces
-from quire.store.shares import own_bytes
 from quire.store.why_files import (
     NOBODYS,
     Explanation,

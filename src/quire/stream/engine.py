@@ -37,8 +37,8 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.events import emit
-from quire.core.open_set import OpenSet
-from quire.core.refusal import refuse
+from quire.core.open_databases import OpenSet
+from quire.core.read_only import refuse
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk, remove_tree
 from quire.durable.names import STREAMS, parse_stream_home, stream_home

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from quire.core.errors import QuireError, StoreClosed, UnknownCursor
-from quire.core.refusal import Refused, refuse
+from quire.core.read_only import OwnerOnly, refuse
 from quire.core.settings import StreamSettings
 from quire.durable.names import Tier
 from quire.manifest.store import ManifestStore
@@ -42,7 +42,7 @@ class ReadOnlyStream(Stream):
         self.torn_bytes = 0
         self._store = store
         self._settings = settings
-        self._refused = Refused("the stream", stream=reader.name)
+        self._refused = OwnerOnly("the stream", stream=reader.name)
         self._reader = cast(Any, reader)
         self._state = cast(Any, _ReadState(reader))
         self.hot = self.ledger = self.tiers = self.upkeep = cast(Any, self._refused)

@@ -35,7 +35,7 @@ WAITS = 0.15
 
 
 @dataclass
-class Life(Ending):
+class ArchivedEnding(Ending):
     """How a life ended."""
 
     archived: list[Model] = field(default_factory=list)
@@ -69,7 +69,7 @@ def simulate_losses(
     draw = random.Random(f"losses {seed}")
     lost = 0
     with tempfile.TemporaryDirectory(prefix="quire-losses-") as base:
-        last = Life([{}], START_MS, os.path.join(base, "0"), archived=[{}])
+        last = ArchivedEnding([{}], START_MS, os.path.join(base, "0"), archived=[{}])
         for number in range(lives):
             is_lost = number > 0 and draw.random() < 0.5 and last.is_restorable
             lost += is_lost
@@ -78,21 +78,29 @@ def simulate_losses(
     return lost
 
 
-def _life_of(ending: Ending) -> Life:
-    assert isinstance(ending, Life)
+def _life_of(ending: Ending) -> ArchivedEnding:
+    assert isinstance(ending, ArchivedEnding)
     return ending
 
 
 def _live(
-    seed: str, before: Life, number: int, steps: int, is_lost: bool, base: str, plant: Callable[[], None] | None
-) -> Life:
+    seed: str,
+    before: ArchivedEnding,
+    number: int,
+    steps: int,
+    is_lost: bool,
+    base: str,
+    plant: Callable[[], None] | None,
+) -> ArchivedEnding:
     draw, clock = random.Random(seed), ManualClock(before.now_ms)
     archive = ArchiveSettings(mode="async", interval_seconds=0.01, base_seconds=draw.choice((0.2, 3600.0)))
     settings = msgspec.structs.replace(SETTINGS, object_store=os.path.join(base, "bucket"), archive=archive)
     if plant is not None:
         plant()
     here = os.path.join(base, str(number)) if is_lost else before.directory
-    ending = Life(before.models, before.now_ms, here, [], [f"life {number}{', disk lost' if is_lost else ''}"])
+    ending = ArchivedEnding(
+        before.models, before.now_ms, here, [], [f"life {number}{', disk lost' if is_lost else ''}"]
+    )
     try:
         if is_lost:
             quire.restore(os.path.join(base, "bucket"), here, takeover=True, clock=clock)

@@ -7,7 +7,7 @@ Terms
 
 The floor is asked for after the job's lease was taken, and one that was given out never falls again: no reader is let in
 below it, so the plan stays right while it runs (M10). A slot is rewritten if it has no base, if more than a quarter of it is
-dirty, or if its chain is long or heavy; else it gets a delta. Slots beyond the size at `covered` are cleared (P15).
+dirty, or if its chain is long or heavy; else it gets a delta. SlotMap beyond the size at `covered` are cleared (P15).
 
 The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
 covers the segments (which never change), what becomes of each slot, and the chain it had. Rows of the page index never come
@@ -76,7 +76,7 @@ COUNT_HERE_FRAMES = 1 << 20
 entries, a fifth of a second. Beyond, the runner does it."""
 
 MERGE_SLOTS_MAX = 64
-"""Slots that one merge rewrites: at most 4 GiB, after which others get their turn."""
+"""SlotMap that one merge rewrites: at most 4 GiB, after which others get their turn."""
 
 MERGE_ALL = 2
 """The shortest chain there is something to merge in."""
@@ -93,7 +93,7 @@ class CheckpointPlan:
     segments: tuple[int, ...]
     tasks: tuple[SlotTask, ...]
     cleared: tuple[int, ...]
-    """Slots that no longer exist at `covered_lsn`."""
+    """SlotMap that no longer exist at `covered_lsn`."""
     leaves: dict[int, LeafRef]
     """The leaves it was made on: publishing needs them unchanged (P10)."""
     digest: bytes
@@ -147,7 +147,7 @@ class PlanSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class SlotMap:
     """The slot map of a database, as a plan sees it."""
 
     chains: dict[int, Chain]
@@ -307,7 +307,7 @@ def is_long(chain_length: int, base_bytes: int, delta_bytes: int, *, chain_min: 
     return chain_length >= chain_min or (chain_length > 1 and delta_bytes >= ratio * base_bytes)
 
 
-def _slots(txn: ReadTxn, db_id: int) -> Slots:
+def _slots(txn: ReadTxn, db_id: int) -> SlotMap:
     """The slot map of the whole database."""
     chains: dict[int, Chain] = {}
     leaves: dict[int, LeafRef] = {}
@@ -317,7 +317,7 @@ def _slots(txn: ReadTxn, db_id: int) -> Slots:
         if row is not None:
             leaf = unpack_leaf(row.entries)
             chains.update({number * SLOTS_PER_LEAF + offset: chain for offset, chain in leaf.items()})
-    return Slots(chains, leaves)
+    return SlotMap(chains, leaves)
 
 
 def _digest(
@@ -328,7 +328,7 @@ def _digest(
     segments: Sequence[tuple[int, WalRecord]],
     tasks: Sequence[SlotTask],
     cleared: Sequence[int],
-    held: Slots,
+    held: SlotMap,
 ) -> bytes:
     """Identify a plan by its segments, the choice for each slot and the chains it starts from."""
     fixed = (shape.page_size, shape.pages_per_chunk, int(shape.compression))

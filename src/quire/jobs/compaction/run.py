@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.jobs.runner import Tools
-from quire.lsm.remote_compaction import Task, run_task
+from quire.lsm.remote_compaction import MergeRange, run_task
 
 
-def merge_range(task: Task, tools: Tools) -> tuple[int, ...]:
+def merge_range(task: MergeRange, tools: Tools) -> tuple[int, ...]:
     """Merge a range; the ids of the tables that were written."""
     return tuple(run_task(task, tools.disk))

@@ -36,7 +36,7 @@ from quire.service.replicas.frames import EndOfFrames, FrameAnswers, FramesPlan,
 from quire.service.replicas.held_versions import HeldVersions
 from quire.service.replicas.positions import Positions
 from quire.service.replicas.pulls import PullPlan, history_of, open_replicated, plan_pull
-from quire.service.versions import base_name
+from quire.service.version_address import base_name
 from quire.service.web.answers import json_bytes
 from quire.service.web.context import WebContext
 

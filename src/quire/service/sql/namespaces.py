@@ -17,7 +17,7 @@ from quire.core.errors import InvalidInput
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack
 from quire.service.values import DatabaseInfo
-from quire.service.versions import find_version
+from quire.service.version_address import find_version
 from quire.service.web.answers import json_bytes
 from quire.service.web.context import WebContext
 

@@ -20,7 +20,7 @@ from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
-from quire.service.versions import attachable, find_version
+from quire.service.version_address import attachable, find_version
 from quire.sqlite.connect import is_usable
 from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, remote_runner
 from quire.sqlite.statements import StatementRunner

@@ -33,7 +33,7 @@ from quire.service.sql.service import SqlService, is_one_shot
 from quire.service.sql.session import SqlSession, Work
 from quire.service.sql.socket import PROTOCOLS, HranaSocket
 from quire.service.sql.streams import EXPIRED, TOO_MANY, SqlStream, StreamRefused
-from quire.service.versions import base_name
+from quire.service.version_address import base_name
 from quire.service.web.context import WebContext
 from quire.sqlite.statements import StatementFailed
 

@@ -21,7 +21,7 @@ from quire.pages.anchors import lend_reader
 from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
-from quire.service.versions import DatabaseVersion
+from quire.service.version_address import DatabaseVersion
 from quire.sqlite.dbfile import MAGIC
 from quire.sqlite.files import read_part
 

@@ -46,7 +46,7 @@ _silent.propagate = False  # what uvicorn would log has addresses with their que
 _silent.addHandler(logging.NullHandler())
 
 
-class Slots:
+class ConnectionSlots:
     """Places for connections (rule 1)."""
 
     def __init__(self, places: int) -> None:
@@ -75,7 +75,7 @@ class ConnectionSetup:
     state: ServerState
     settings: ServiceSettings
     counts: WebCounts
-    slots: Slots
+    slots: ConnectionSlots
 
 
 def raw_answer(error: QuireError, status: HTTPStatus, **headers: str) -> bytes:

@@ -45,7 +45,7 @@ from quire.service.web.dashboard_state import Explain, Sight, WebStore
 from quire.service.web.hub import Hub
 from quire.service.web.listening import HTTP, UNIX, WebAddress, bind, parse_address, tls_context
 from quire.service.web.metrics import exposition, registry
-from quire.service.web.protocol import ConnectionSetup, Slots
+from quire.service.web.protocol import ConnectionSetup, ConnectionSlots
 from quire.service.web.routes import Routes
 from quire.sqlite.remote_policy import limit_heap
 
@@ -66,7 +66,7 @@ class Web:
         settings = store.settings.service
         self.sight = Sight(store, explain)
         self.hub = Hub(self.sight, settings.http_events_max)
-        self.slots = Slots(settings.http_connections_max)
+        self.slots = ConnectionSlots(settings.http_connections_max)
         self.context = WebContext(
             store=store,
             settings=settings,

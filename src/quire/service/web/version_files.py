@@ -27,7 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import OutOfRange
-from quire.service.versions import DatabaseVersion, base_name, parse_version
+from quire.service.version_address import DatabaseVersion, base_name, parse_version
 from quire.service.web.answers import error_answer
 from quire.service.web.context import WebContext
 from quire.service.web.open_versions import OpenVersion, OpenVersions

@@ -49,7 +49,7 @@ from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, QuireError
 from quire.core.timeline import Gaps, distance, step
 from quire.service.tickets import LEASE_RENEW, OfLease
 from quire.spark.access import OwnerAddress, access_of
-from quire.spark.sources.explaining import SentenceFirst
+from quire.spark.sources.error_messages import ReadableErrors
 
 COMMON = ("store", "path", "token", "token_file", "tls_ca_file")
 SINK_OPTIONS = ("checkpointlocation", "queryname", "outputmode")
@@ -231,7 +231,7 @@ def _renew(access: OwnerAddress, lease_id: int, every_seconds: float, done: thre
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class QuireSource(SentenceFirst, DataSource):
+class QuireSource(ReadableErrors, DataSource):
     """A data source: its name, its options and its reader are declared."""
 
     NAME: ClassVar[str]
@@ -252,7 +252,7 @@ class QuireSource(SentenceFirst, DataSource):
         return self.READER(self.parse(self.options), schema)
 
 
-class SourceReader(SentenceFirst, DataSourceReader):
+class SourceReader(ReadableErrors, DataSourceReader):
     """Plans where the query is planned, reads on executors."""
 
     keep_seconds: float = KEEP_SECONDS
@@ -298,7 +298,7 @@ def next_end(position: int, end: int, limit: ReadLimit, gaps: Gaps = ()) -> int:
     return max(end, position)
 
 
-class HeldQueryReader(SentenceFirst, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A streaming query whose offsets are positions that somebody holds at the owner."""
 
     HOLDER: ClassVar[str]

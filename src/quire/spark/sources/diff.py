@@ -21,7 +21,7 @@ from quire.core.limits import MIB
 from quire.pages.view_changes import ChangedPage, changed_pages
 from quire.spark.sources.base import Options, QuireSource, SourceReader
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import COMPARING, DatabaseVersion, VersionPair, VersionRequest, dealt, opened
+from quire.spark.sources.views import COMPARING, LocatedVersion, VersionPair, VersionRequest, dealt, opened
 
 PAGES = StructType(
     [
@@ -38,8 +38,8 @@ BATCH_BYTES = 4 * MIB
 class PagesPiece:
     """A run of pages, [start, stop), of both versions."""
 
-    before: DatabaseVersion
-    after: DatabaseVersion
+    before: LocatedVersion
+    after: LocatedVersion
     start: int
     stop: int
 

@@ -20,7 +20,7 @@ Writing: rows become tables, on executors, and enter the database in one step.
   of the attempts that count, the owner takes exactly those with one event, and removes the files of all others.
 - The database remembers the load: a commit whose answer was lost is asked for again, and answered.
 
-Streaming queries: each batch is sent to the owner (`parts.py`) and written as one batch of the set, together with its number,
+Streaming queries: each batch is sent to the owner (`writers.py`) and written as one batch of the set, together with its number,
 under a key of its own (`service/loads.py`); a batch that Spark repeats is not written again. Rows are applied in the order in
 which they come; with the option `delete`, a boolean column, those in which it is true delete their keys. Complete mode replaces
 the set. Executors need not see the store's directory.
@@ -56,11 +56,11 @@ from quire.lsm.view import LSN_MAX, prefix_end
 from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, Shelf, TakeIds
 from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader
-from quire.spark.sources.explaining import SentenceFirst
-from quire.spark.sources.parts import BatchId, PartTarget, SinkWriter
+from quire.spark.sources.error_messages import ReadableErrors
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
 from quire.spark.sources.sqlite_write import flag_of
-from quire.spark.sources.views import DatabaseRequest, dealt
+from quire.spark.sources.views import DatabaseSelection, dealt
+from quire.spark.sources.writers import BatchId, PartTarget, SinkWriter
 from quire.sqlite.tables import DATABASE
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ class KvReader(SourceReader):
                     yield _shaped(batch, schema, task.database)
 
 
-def kv_request(options: Options) -> DatabaseRequest:
+def kv_request(options: Options) -> DatabaseSelection:
     """Which key-value sets are asked for."""
-    return DatabaseRequest(options, "LSM", "key-value set")
+    return DatabaseSelection(options, "LSM", "key-value set")
 
 
 def cut(directory: str, sst_ids: Sequence[int], asked: KeyRange, wanted: int) -> Iterator[KeyRangeTask]:
@@ -236,7 +236,7 @@ class TablesMessage(WriterCommitMessage):
     rows: int
 
 
-class KvWriter(SentenceFirst, DataSourceArrowWriter):
+class KvWriter(ReadableErrors, DataSourceArrowWriter):
     """See above."""
 
     def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:

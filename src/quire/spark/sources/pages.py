@@ -19,7 +19,7 @@ from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import Options, QuireSource
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import DatabaseVersion, PiecesReader, ViewPiece, dealt, opened
+from quire.spark.sources.views import LocatedVersion, PiecesReader, ViewPiece, dealt, opened
 
 SCHEMA = StructType(
     [
@@ -51,7 +51,7 @@ class PagesReader(PiecesReader):
         pieces = [piece for version in versions for piece in self._pieces(version)]
         return dealt(pieces, max(self.partitions_max, len(pieces) // 64))
 
-    def _pieces(self, version: DatabaseVersion) -> Iterator[ViewPiece[PageRun]]:
+    def _pieces(self, version: LocatedVersion) -> Iterator[ViewPiece[PageRun]]:
         view = version.view
         for start in range(0, view.size_pages, view.pages_per_chunk):
             run = max(start, self._first), min(start + view.pages_per_chunk, view.size_pages, self._stop)

@@ -62,7 +62,7 @@ from quire.spark.sources.sqlite_tables import DATABASE_FIELD
 from quire.spark.sources.views import (
     COMPARING,
     LENT_AT_ONCE,
-    DatabaseVersion,
+    LocatedVersion,
     VersionPair,
     VersionRequest,
     dealt,
@@ -70,7 +70,7 @@ from quire.spark.sources.views import (
 )
 from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered
 from quire.sqlite.read_ahead import ReadAhead
-from quire.sqlite.row_changes import Candidates, RowChange, Version, changed_rows, find_candidates
+from quire.sqlite.row_changes import Candidates, ComparedVersion, RowChange, changed_rows, find_candidates
 from quire.sqlite.tables import SqliteTable, connected
 from quire.sqlite.trees import EVERYTHING, by_number, rowid_ranges
 
@@ -158,7 +158,7 @@ class RowsQuery:
                 return
             if candidates.whole:
                 sides.read_ahead(stack)
-            versions: tuple[Version | None, Version | None] = sides.before, sides.after
+            versions: tuple[ComparedVersion | None, ComparedVersion | None] = sides.before, sides.after
             if piece.pair.is_dropped:
                 versions, tables = (sides.after, None), (tables[1], None)
             yield from form.batches(changed_rows(*versions, tables, self.columns, candidates))
@@ -175,9 +175,9 @@ class _Sides:
         self._name = pair.after.database
         self.before, self.after = self._versions(stack, self.readers)
 
-    def _versions(self, stack: ExitStack, pages: Sequence[Any]) -> tuple[Version | None, Version]:
+    def _versions(self, stack: ExitStack, pages: Sequence[Any]) -> tuple[ComparedVersion | None, ComparedVersion]:
         before, after = (
-            Version(reader, stack.enter_context(connected(reader)), self._name) if reader is not None else None
+            ComparedVersion(reader, stack.enter_context(connected(reader)), self._name) if reader is not None else None
             for reader in pages
         )
         assert after is not None, "a pair has a later version"
@@ -213,7 +213,7 @@ class _Sides:
 class RowForm:
     """Changed rows as Arrow batches."""
 
-    def __init__(self, query: RowsQuery, version: DatabaseVersion, schema: pa.Schema) -> None:
+    def __init__(self, query: RowsQuery, version: LocatedVersion, schema: pa.Schema) -> None:
         self._schema = schema
         self._null_misfits = query.null_misfits
         self._places = {name: place for place, name in enumerate(query.columns)}
@@ -329,7 +329,7 @@ def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[R
             yield RowsPiece(pair, replace(candidates, ranges=ranges[start::partitions]), size // partitions)
 
 
-def _identity(version: DatabaseVersion) -> tuple[int, int]:
+def _identity(version: LocatedVersion) -> tuple[int, int]:
     return version.view.db_id, version.view.lsn
 
 
@@ -525,9 +525,9 @@ class RowsQueryReader(HeldQueryReader):
             held=len(versions),
         )
 
-    def _versions(self, held: Held) -> dict[str, DatabaseVersion]:
+    def _versions(self, held: Held) -> dict[str, LocatedVersion]:
         """Held versions, as executors open them."""
-        names, versions = list(held), list[DatabaseVersion]()
+        names, versions = list(held), list[LocatedVersion]()
         for start in range(0, len(names), LENT_AT_ONCE):
             some = names[start : start + LENT_AT_ONCE]
             views = self.owner.held_views([(held[name].lease_id, held[name].db_id) for name in some])
@@ -535,7 +535,7 @@ class RowsQueryReader(HeldQueryReader):
             versions += self.request.of_views(self.owner, dict(zip(some, views, strict=True)), lease_id)
         return {version.database: version for version in versions}
 
-    def _at_snapshot(self, names: list[str]) -> dict[str, DatabaseVersion]:
+    def _at_snapshot(self, names: list[str]) -> dict[str, LocatedVersion]:
         versions = self.request.of_snapshot(self.owner, names, self._earlier)
         return {version.database: version for version in versions if version is not None}
 

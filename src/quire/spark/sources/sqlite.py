@@ -35,18 +35,18 @@ from quire.core.errors import NotFound
 from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import SINK_OPTIONS, Options, QuireSource
-from quire.spark.sources.parts import PartWriter, SinkWriter
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD, parsed_types, table_schema
 from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
 from quire.spark.sources.views import (
     CALLS_AT_ONCE,
-    DatabaseVersion,
+    LocatedVersion,
     PiecesReader,
     VersionRequest,
     ViewPiece,
     dealt,
     opened,
 )
+from quire.spark.sources.writers import PartWriter, SinkWriter
 from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
 from quire.sqlite.column_types import SampledColumn, sampled, united
 from quire.sqlite.read_ahead import ReadAhead
@@ -99,7 +99,7 @@ class SqliteReader(PiecesReader):
         share = max(sum(version.size_bytes for version in versions) // self.partitions_max, 1)
         return dealt((piece for version in versions for piece in self._pieces(version, share)), self.partitions_max)
 
-    def _check(self, versions: list[DatabaseVersion]) -> None:
+    def _check(self, versions: list[LocatedVersion]) -> None:
         """Check the condition in the first database that has the table: before a task runs, also where a schema was given."""
         for version in versions:
             with opened(version) as source, connected(source) as connection:
@@ -107,7 +107,7 @@ class SqliteReader(PiecesReader):
                     check_condition(connection, table.name, self.query.where, database=version.database)
                     return
 
-    def _find(self, connection: Connection, version: DatabaseVersion) -> SqliteTable | None:
+    def _find(self, connection: Connection, version: LocatedVersion) -> SqliteTable | None:
         """The table in a database; `None` where it is absent and that is to be passed over."""
         try:
             return find_table(connection, self.query.table, version.database)
@@ -116,7 +116,7 @@ class SqliteReader(PiecesReader):
                 return None
             raise
 
-    def _pieces(self, version: DatabaseVersion, share: int) -> Iterator[ViewPiece[Rowids]]:
+    def _pieces(self, version: LocatedVersion, share: int) -> Iterator[ViewPiece[Rowids]]:
         """A database as pieces of about a share of everything."""
         size = version.size_bytes
         if size <= PIECE_BYTES:

@@ -3,7 +3,7 @@
     df.write.format("quire.sqlite").mode("append").options(store=path, database="shop", table="orders").save()
     stream.writeStream.format("quire.sqlite").options(store=path, database="shop", table="orders", key="id")...
 
-- All rows of a job or a batch enter the table in one SQLite transaction of the owner's (`parts.py`, `sqlite/bulk_insert.py`).
+- All rows of a job or a batch enter the table in one SQLite transaction of the owner's (`writers.py`, `sqlite/bulk_insert.py`).
 - The same transaction remembers it: a load in `quire_loads`, so that a commit whose answer was lost is asked for again and
   answered; the last batch of a query in `quire_sinks`, so that a batch which Spark repeats is not written again.
 - Columns are matched by name. Types of a new table follow the DataFrame's; dates, times and decimals are text, booleans 0 and
@@ -40,7 +40,7 @@ from pyspark.sql.types import (
 )
 
 from quire.core.errors import InvalidInput, UnknownDatabase
-from quire.spark.sources.parts import BatchId, PartTarget
+from quire.spark.sources.writers import BatchId, PartTarget
 
 if TYPE_CHECKING:
     from quire.service.client import Client

@@ -14,7 +14,7 @@ A record is `id`, `timestamp` (when it became durable), `payload`.
   while it holds.
 
 Writing, of a job or of a streaming query: one column `payload`. The owner appends the records of a job, or of a batch, in one
-append that is durable as a whole, and a batch once (`parts.py`, `Stream.append_batch`). Options: `stream`, `create` (the
+append that is durable as a whole, and a batch once (`writers.py`, `Stream.append_batch`). Options: `stream`, `create` (the
 default is `true`: make a stream that is not there).
 
 Options of reading: `stream`, or of a range `databases` and `tags`, as of other sources (records then begin with `_database`,
@@ -45,7 +45,7 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
-from quire.core.moments import parse_moment
+from quire.core.time_parsing import parse_moment
 from quire.core.timeline import Gaps, settled
 from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
@@ -77,9 +77,9 @@ from quire.spark.sources.base import (
     fitted,
     spark_schema,
 )
-from quire.spark.sources.parts import BatchId, PartTarget, PartWriter, SinkWriter
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import DatabaseRequest, dealt
+from quire.spark.sources.views import DatabaseSelection, dealt
+from quire.spark.sources.writers import BatchId, PartTarget, PartWriter, SinkWriter
 from quire.sqlite.tables import DATABASE
 from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
@@ -240,7 +240,7 @@ def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
 
 
 def moment_ms(text: str) -> int:
-    """A time in milliseconds, as `core/moments.py` reads it, or milliseconds since 1970; 0 if none is given.
+    """A time in milliseconds, as `core/time_parsing.py` reads it, or milliseconds since 1970; 0 if none is given.
 
     >>> moment_ms("2024-02-29T12:00:00+01:00") == moment_ms("2024-02-29 11:00") == moment_ms("1709204400000")
     True
@@ -260,7 +260,7 @@ class RecordsReader(SourceReader):
         self.records.since_ms = moment_ms(options.text("since"))
         self._start = options.number("start", 0)
         self._end = options.number("end", 0)
-        self._streams = DatabaseRequest(options, "STREAM", "stream") if is_many(options) else None
+        self._streams = DatabaseSelection(options, "STREAM", "stream") if is_many(options) else None
         if self._streams is not None:
             options.refuse(("stream", "start", "end"), "one stream", "of several, `since` leaves out older records")
 

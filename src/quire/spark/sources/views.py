@@ -62,7 +62,7 @@ S = TypeVar("S", bound="Piece")
 
 
 @dataclass(frozen=True, slots=True)
-class DatabaseVersion:
+class LocatedVersion:
     """A version of a database, and where its files may be."""
 
     database: str
@@ -84,7 +84,7 @@ class DatabaseVersion:
 class ViewPiece(Generic[P]):
     """What a task does with a version, and how much that is."""
 
-    version: DatabaseVersion
+    version: LocatedVersion
     part: P
     size_bytes: int
 
@@ -93,13 +93,13 @@ class ViewPiece(Generic[P]):
 class VersionPair:
     """Two versions of a database; `None` for an earlier one that has nothing in it."""
 
-    before: DatabaseVersion | None
-    after: DatabaseVersion
+    before: LocatedVersion | None
+    after: LocatedVersion
     is_dropped: bool = False
     """Whether nothing comes after the later version: the database is gone."""
 
 
-class DatabaseRequest:
+class DatabaseSelection:
     """What the options say about databases of one kind."""
 
     def __init__(self, options: Options, kind: str = "PAGES", what: str = "page database") -> None:
@@ -136,7 +136,7 @@ class DatabaseRequest:
         return all(name in database.tags and value in (None, database.tags[name]) for name, value in self.tags.items())
 
 
-class VersionRequest(DatabaseRequest):
+class VersionRequest(DatabaseSelection):
     """What the options say about page databases and their versions."""
 
     def __init__(self, options: Options, *, snapshot: str = "") -> None:
@@ -146,7 +146,7 @@ class VersionRequest(DatabaseRequest):
         self.keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
         self._upload = options.one_of("upload", ("auto", "true", "false"))
 
-    def versions(self, client: Client, names: list[str]) -> list[DatabaseVersion]:
+    def versions(self, client: Client, names: list[str]) -> list[LocatedVersion]:
         """The versions of several databases: those that are asked for, or the newest, of one lease."""
         if not self.snapshot:
             return self._newest(client, names)
@@ -161,11 +161,11 @@ class VersionRequest(DatabaseRequest):
         pairs = [VersionPair(old, new) for old, new in zip(before, later.values(), strict=True)]
         return [pair for pair in pairs if pair.before is not None or self.absent == "empty"]
 
-    def of_snapshot(self, client: Client, names: list[str], snapshot: str) -> list[DatabaseVersion | None]:
+    def of_snapshot(self, client: Client, names: list[str], snapshot: str) -> list[LocatedVersion | None]:
         """The versions of databases at a snapshot that each of them has by itself; `None` for one that has none, if that is
         no error."""
 
-        def found(name: str) -> DatabaseVersion | None:
+        def found(name: str) -> LocatedVersion | None:
             try:
                 return self.version(client, name, snapshot)
             except UnknownSnapshot:
@@ -176,7 +176,7 @@ class VersionRequest(DatabaseRequest):
         with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-views") as pool:
             return list(pool.map(found, names))
 
-    def _newest(self, client: Client, names: list[str], holder: str = "") -> list[DatabaseVersion]:
+    def _newest(self, client: Client, names: list[str], holder: str = "") -> list[LocatedVersion]:
         upload, _ = self._reading(client)
         lease_id, views = 0, dict[str, SnapshotView]()
         for start in range(0, len(names), LENT_AT_ONCE):
@@ -194,11 +194,11 @@ class VersionRequest(DatabaseRequest):
         """Have the newest versions of databases kept for a holder that comes back for them; the id of the lease."""
         return self._newest(client, names, holder)[0].lease_id
 
-    def of_views(self, client: Client, views: Mapping[str, SnapshotView], lease_id: int) -> list[DatabaseVersion]:
+    def of_views(self, client: Client, views: Mapping[str, SnapshotView], lease_id: int) -> list[LocatedVersion]:
         """Versions, given by the names of their databases, as executors open them."""
         _, root = self._reading(client)
         options = object_options(client.server)
-        return [DatabaseVersion(name, view, root, lease_id, options) for name, view in views.items()]
+        return [LocatedVersion(name, view, root, lease_id, options) for name, view in views.items()]
 
     def _reading(self, client: Client) -> tuple[bool, str]:
         """(whether executors read objects alone, the directory that they read otherwise)."""
@@ -206,7 +206,7 @@ class VersionRequest(DatabaseRequest):
         upload = self._upload == "true" or (self._upload == "auto" and "://" in objects and "memory:" not in objects)
         return upload, "" if upload else client.path
 
-    def version(self, client: Client, name: str, snapshot: str = "") -> DatabaseVersion:
+    def version(self, client: Client, name: str, snapshot: str = "") -> LocatedVersion:
         """The version of a database to read: the one that is asked for, or the newest."""
         wanted = snapshot or self.snapshot
         if not wanted:
@@ -218,7 +218,7 @@ class VersionRequest(DatabaseRequest):
             if not wanted.isdecimal():
                 raise
             view = _view(client, name, int(wanted), upload)
-        return DatabaseVersion(name, view, root, options=object_options(client.server))
+        return LocatedVersion(name, view, root, options=object_options(client.server))
 
 
 def _tag(text: str) -> tuple[str, str | None]:
@@ -259,7 +259,7 @@ def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> Snaps
 
 
 @contextmanager
-def opened(version: DatabaseVersion) -> Iterator[ViewReader]:
+def opened(version: LocatedVersion) -> Iterator[ViewReader]:
     """A reader of a version, on an executor or where a query is planned."""
     with closing(StorePool(lambda url: open_store(url, options=version.options.get(url)))) as stores:
         if not version.root or not os.path.isdir(version.root):

@@ -45,7 +45,7 @@ WORKERS = ("pyspark.", "quire.spark.daemon")
 """What the main module of a Python worker is called."""
 
 
-class SentenceFirst:
+class ReadableErrors:
     """Base of sources, readers and writers: methods that Spark calls explain the errors they raise."""
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -59,21 +59,21 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(method)
         def rows(*arguments: Any, **named: Any) -> Iterator[Any]:
-            with sentence_first():
+            with readable_errors():
                 yield from method(*arguments, **named)
 
         return rows
 
     @wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
-        with sentence_first():
+        with readable_errors():
             return method(*arguments, **named)
 
     return call
 
 
 @contextmanager
-def sentence_first() -> Iterator[None]:
+def readable_errors() -> Iterator[None]:
     """Have Spark print an error of ours with its traceback below; only in a worker."""
     try:
         yield

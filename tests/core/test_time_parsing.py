@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.errors import InvalidInput, UnknownSnapshot
 from quire.core.ids import Epoch
-from quire.core.moments import UNITS, duration, parse_duration, parse_moment, parse_version, parse_zone
+from quire.core.time_parsing import UNITS, duration, parse_duration, parse_moment, parse_version, parse_zone
 
 
 @pytest.mark.parametrize(

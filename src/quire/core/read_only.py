@@ -17,7 +17,7 @@ def refuse(what: str, **where: object) -> NoReturn:
     raise ReadOnly(f"{what} was opened for reading", hint=HINT, **where)
 
 
-class Refused:
+class OwnerOnly:
     """A part that is not there."""
 
     def __init__(self, what: str, **where: object) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from quire.manifest.records import DbKind, SnapshotKind
 from quire.pages.snapshot import Snapshot
-from quire.service.versions import DatabaseVersion
+from quire.service.version_address import DatabaseVersion
 from quire.store.store import Store
 
 TAGS = {"reader": "file"}

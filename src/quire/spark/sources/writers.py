@@ -34,7 +34,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
 from quire.service.tickets import LOAD_PUT, PutPart
-from quire.spark.sources.explaining import SentenceFirst
+from quire.spark.sources.error_messages import ReadableErrors
 
 if TYPE_CHECKING:
     from quire.service.channel import Channel
@@ -74,7 +74,7 @@ class PartTarget:
         """Have the owner take parts in one step: those of a job, or of a query's batch."""
 
 
-class PartWriter(SentenceFirst, DataSourceArrowWriter):
+class PartWriter(ReadableErrors, DataSourceArrowWriter):
     """Sends the rows of a job."""
 
     def __init__(self, access: OwnerAddress, target: PartTarget) -> None:
@@ -97,7 +97,7 @@ class PartWriter(SentenceFirst, DataSourceArrowWriter):
             client.drop_load(self.load)
 
 
-class SinkWriter(SentenceFirst, DataSourceStreamArrowWriter):
+class SinkWriter(ReadableErrors, DataSourceStreamArrowWriter):
     """Sends the rows of a streaming query, batch by batch. Spark makes one for the tasks and another one for each commit."""
 
     def __init__(self, access: OwnerAddress, target: PartTarget) -> None:

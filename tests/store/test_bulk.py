@@ -9,13 +9,13 @@ import pytest
 
 import quire
 from quire.core.errors import InvalidName, NameTaken, UnknownDatabase, WrongKind
-from quire.store import many
+from quire.store import bulk
 from tests.manifest.helpers import eventually, held
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> quire.Store:
-    monkeypatch.setattr(many, "OUTSTANDING", 20)
+    monkeypatch.setattr(bulk, "OUTSTANDING", 20)
     return quire.open(tmp_path / "store")
 
 
@@ -49,7 +49,7 @@ def test_many_databases_are_created_forked_and_dropped(store: quire.Store) -> No
 
 
 def test_commits_are_shared(store: quire.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "OUTSTANDING", 1_000)
+    monkeypatch.setattr(bulk, "OUTSTANDING", 1_000)
     with store:
         store.create("first", "pages")
         stats = store.manifest.writer.stats

@@ -16,7 +16,7 @@ AT_LEAST = 64
 """Databases that a step visits, however long each of them takes: a busy machine gets round, too."""
 
 
-class Walk:
+class DatabaseWalk:
     """Goes through the databases that have rows in a table; each step continues where the one before has ended."""
 
     def __init__(self, table: Table[Any], clock: Clock, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """`NAME@VERSION`: a database, or one of its versions, in one word of an address (W4, W7).
 
-VERSION is a snapshot's name, an epoch (its number, or 3:4711) or a moment as `core/moments.py` reads it; of a version that
+VERSION is a snapshot's name, an epoch (its number, or 3:4711) or a moment as `core/time_parsing.py` reads it; of a version that
 could be both, the snapshot is meant. A database whose own name has an `@` cannot be named here.
 
 Threads: any. Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidName`.
