@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
@@ -17,9 +18,10 @@ import pytest
 import quire
 from quire.service.client import Client
 from quire.service.commands import RemoteCommand
-from quire.service.server import Credentials
+from quire.service.tokens import Credentials
 from quire.sqlite import dbapi
 from tests.service.test_access import certificate
+from tests.service.web.world import Asker
 from tests.service.world import served
 
 LOCAL = "http://127.0.0.1:0"
@@ -44,6 +46,12 @@ def test_a_client_without_a_token_reads_on_loopback_and_is_refused_where_readers
             client.create("other", "pages")
     with served(path, LOCAL, http_ask_readers=True) as (_, server), pytest.raises(quire.Unauthenticated):
         quire.connect(server.address)
+
+
+def test_another_version_of_the_protocol_is_refused(path: Path) -> None:
+    with served(path, LOCAL) as (_, server):
+        told = Asker(server.address).ask("POST", "/v1/call/hello", b"")
+        assert (told.status, json.loads(told.body)["error"]) == (400, "Incompatible")
 
 
 def test_commands_are_for_the_owners_own_machine(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -23,8 +24,8 @@ def serve(path: Path) -> Iterator[Serve]:
     quire.open(path).close()
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "quire", "serve", "--store", str(path), *arguments]
+    def start(*arguments: str, store: Path = path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "quire", "serve", "--store", str(store), *arguments]
         env = {**os.environ, "PYTHONPATH": str(SRC)}
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         return started[-1]
@@ -57,6 +58,20 @@ def test_it_says_where_it_listens_serves_and_ends_well(serve: Serve, path: Path,
     assert not (path / "quire.sock").exists()
     with quire.open(path) as store:
         assert [each.name for each in store.databases()] == ["shop"]
+
+
+@pytest.mark.parametrize("name", ['a "b" c', "größe"])
+def test_a_store_with_an_awkward_path_prints_what_can_be_pasted(serve: Serve, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    quire.open(path).close()
+    process = serve("--http", "127.0.0.1:0", store=path)
+    assert process.stdout is not None
+    with quire.connect(address(process.stdout.readline())) as client:
+        assert client.path == str(path)
+    where = address(process.stdout.readline())
+    pasted = ast.parse(process.stdout.readline().removeprefix("SQL from Python: "))
+    texts = [node.value for node in ast.walk(pasted) if isinstance(node, ast.Constant)]
+    assert (where in texts, str(path / "admin.token") in texts) == (True, True)
 
 
 def test_what_is_ignored_stays_ignored(path: Path) -> None:

@@ -66,6 +66,21 @@ def test_a_long_path_gets_a_pointer(deep: Path) -> None:
     assert not (deep / SOCKET_POINTER).exists()
 
 
+@pytest.mark.parametrize("name", ["my data", "größe", "100%20", "a?b#c", 'say "x"'])
+def test_a_store_whose_path_cannot_stand_in_an_address_is_served(tmp_path: Path, name: str) -> None:
+    root = tmp_path / name
+    with quire.open(root) as store, store.serve() as server:
+        assert " " not in server.address
+        for where in (root, server.address):
+            with quire.connect(where) as client:
+                assert client.table("db").num_rows == 0, "by Flight"
+                assert client.path == str(root)
+        found = find_owner(root)
+        assert found is not None
+        found.close()
+    assert not (root / SOCKET_POINTER).exists()
+
+
 def test_a_runtime_directory_of_somebody_else_is_not_used(
     deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +95,7 @@ def test_a_runtime_directory_of_somebody_else_is_not_used(
         place_of(str(deep))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     deep.mkdir(parents=True)
-    with pytest.raises(quire.InvalidInput, match="short enough"):
+    with pytest.raises(quire.InvalidInput, match="short and plain enough"):
         place_of(str(deep))
 
 

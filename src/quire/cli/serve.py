@@ -7,6 +7,7 @@ Rules
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -83,7 +84,8 @@ def serve(
             servers.append(store.serve_http(http, credentials))
         addresses = [server.address for server in servers]
         token_file = admin_token or os.path.join(os.path.abspath(store.path), ADMIN_TOKEN)
-        _say(cli, addresses, _connection_string(servers[-1].address, token_file) if http else "")
+        is_url = http and not http.startswith("http+unix:")  # which libSQL's clients do not know
+        _say(cli, addresses, _connection_string(servers[-1].address, token_file) if is_url else "")
         while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
             time.sleep(LOOK_SECONDS)
         figures = [server.figures() for server in servers]
@@ -100,7 +102,8 @@ def _connection_string(address: str, token_file: str) -> str:
     >>> _connection_string("http://127.0.0.1:7448", "/data/admin.token")
     'import libsql; connection = libsql.connect("http://127.0.0.1:7448", auth_token=open("/data/admin.token").read().strip())'
     """
-    return f'import libsql; connection = libsql.connect("{address}", auth_token=open("{token_file}").read().strip())'
+    url, file = json.dumps(address), json.dumps(token_file, ensure_ascii=False)  # quoted as Python reads them, too
+    return f"import libsql; connection = libsql.connect({url}, auth_token=open({file}).read().strip())"
 
 
 def _say(cli: Cli, addresses: list[str], connection_string: str) -> None:

@@ -1,6 +1,7 @@
 """Where an owner listens on its own machine, and how it is found (K8).
 
-The socket is in the store, or, if that path is too long for one, in a directory that a pointer in the store names.
+The socket is in the store, or, if that path is too long for one or cannot stand in an address as it is (it has a space, say),
+in a directory that a pointer in the store names.
 
 Terms
   place     the path of the socket that clients connect to
@@ -23,6 +24,7 @@ already, `NotWritable` and `StorageFault` of the system.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import stat
@@ -47,6 +49,8 @@ SOCKET_BYTES_MAX = 100
 """Of a socket's path: the system's limit is 107, and it must hold the path that the socket is bound under, too."""
 
 SCHEME = "grpc+unix://"
+_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")
+"""What the path of an address may have as it is (RFC 3986): Flight reads nothing else, and decodes nothing."""
 RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
 
 _PRIVATE = ".d"
@@ -69,13 +73,15 @@ class SocketPath:
 def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
     """Where the socket of a store goes: makes the directory outside the store if it needs one."""
     inside = os.path.join(root, names.SOCKET)
-    if len(os.fsencode(inside)) <= bytes_max:
+    if len(os.fsencode(inside)) <= bytes_max and _PLAIN.fullmatch(inside):
         return SocketPath(inside, "")
     digest = blake2b(os.fsencode(os.path.realpath(root)), digest_size=8).hexdigest()
     outside = os.path.join(_runtime_directory(), f"{digest}.sock")
-    if len(os.fsencode(outside)) > SOCKET_BYTES_MAX:
+    if len(os.fsencode(outside)) > SOCKET_BYTES_MAX or not _PLAIN.fullmatch(outside):
         raise InvalidInput(
-            "no directory is short enough for the socket", hint=f"set {RUNTIME_VARIABLE} or TMPDIR", path=outside
+            "no directory is short and plain enough for the socket",
+            hint=f"set {RUNTIME_VARIABLE} or TMPDIR",
+            path=outside,
         )
     return SocketPath(outside, os.path.join(root, names.SOCKET_POINTER))
 

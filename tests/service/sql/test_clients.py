@@ -74,6 +74,17 @@ def test_libsql_client(asker: SqlAsker, scheme: str) -> None:
             assert client.execute("select count(*) from t").rows[0][0] == 1
 
 
+def test_a_url_that_ends_with_the_name_of_a_database_is_told_what_to_add(asker: SqlAsker) -> None:
+    with libsql_client.create_client_sync(f"{asker.address}/db/default/") as client:
+        assert client.execute("select 1").rows[0][0] == 1
+    nameless = libsql_client.create_client_sync(f"{asker.address}/db/default")
+    with nameless, pytest.raises(libsql_client.LibsqlError, match="ends with a slash") as caught:
+        nameless.execute("select 1")
+    assert caught.value.code == "DATABASE_NOT_NAMED"
+    with libsql_client.create_client_sync(f"{asker.address.replace('http', 'ws', 1)}/db/default") as client:
+        assert client.execute("select 1").rows[0][0] == 1
+
+
 def test_turso_serverless(asker: SqlAsker) -> None:
     connection = turso_serverless.connect(asker.address)
     cursor = connection.cursor()

@@ -41,6 +41,11 @@ await orm.transaction(async (inside) => {
 });
 await orm.update(items).set({ name: "quill" }).where(eq(items.name, "pen"));
 assert.deepStrictEqual(await orm.select().from(items), [{ id: 1, name: "quill" }, { id: 2, name: "ink" }]);
+const nameless = createClient({ url: process.argv[2].replace("ws:", "http:") + "/db/default" });
+await assert.rejects(nameless.execute("select 1"), { code: "DATABASE_NOT_NAMED" });
+const named = createClient({ url: process.argv[2] + "/db/default/" });
+await named.execute("select 1");
+named.close();
 client.close();
 second.close();
 console.log("done");

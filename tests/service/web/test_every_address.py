@@ -16,6 +16,7 @@ FREE = {"/v2", "/v3", "/v3-protobuf", "/v3-protobuf/pipeline", "/v3-protobuf/cur
 """What is spoken, and what is not, is no secret: these answers are the same for everybody, and clients ask before they show a
 token."""
 EXAMPLES = {
+    "action": "hello",
     "generation": "1",
     "first": "1",
     "last": "2",

@@ -69,6 +69,8 @@ class SqlPart:
             ]
             routes += [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
             routes += [Route(f"{prefix}/v3-protobuf{end}", _unsupported) for end in ("", "/pipeline", "/cursor")]
+        # `@libsql/client` and `libsql-client` resolve `v2/pipeline` against http://HOST/db/shop, and the name is lost.
+        routes += [Route(f"/db{path}", self.nameless, methods=["POST"]) for path in posts]
         routes += [WebSocketRoute(path, self.socket) for path in ("/", "/db/{database}", "/db/{database}/")]
         return [*routes, *NamespaceRoutes(self._context).routes()]
 
@@ -109,6 +111,13 @@ class SqlPart:
         name = base_name(text)
         grant.check(name)
         return SqlTarget.parse(text, writable=grant.may(name, write=True), may_attach=grant.may_attach)
+
+    async def nameless(self, request: Request) -> Response:
+        """What a client asks for whose URL ends with the name of a database."""
+        self._context.gate.grant(request).check_somebody()
+        url = f"{request.url.scheme}://{request.headers.get('host', 'HOST')}/db/NAME/"
+        told = f"the URL of a database ends with a slash, or its name is lost: {url}"
+        return _refusal(p.WireError(told, "DATABASE_NOT_NAMED"), HTTPStatus.NOT_FOUND)
 
     # ── pipelines ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def pipeline(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -25,6 +26,7 @@ from quire.service.http_carrier import CALL_TYPE, PATH
 from quire.service.server import Service
 from quire.service.sockets import listens
 from quire.service.values import ServiceFigures
+from quire.service.web.answers import HttpError
 from quire.service.web.context import WebContext
 from quire.service.wire import CLIENT_HEADER, TRACE_HEADER, VERSION_HEADER, version_error
 
@@ -86,10 +88,10 @@ class CallPart:
 
     async def call(self, request: Request) -> Response:
         """One call."""
-        if (wrong := version_error(request.headers.get(VERSION_HEADER, ""))) is not None:
-            raise wrong
         grant = self._context.gate.grant(request)
         grant.check_somebody()  # everybody who is let in may ask for what concerns only itself
+        if (wrong := version_error(request.headers.get(VERSION_HEADER, ""))) is not None:
+            raise HttpError(HTTPStatus.BAD_REQUEST, wrong)
         body = await self._context.read_body(request)
         headers = request.headers
         admission = Admission(grant, headers.get(TRACE_HEADER, ""), headers.get(CLIENT_HEADER, ""))
