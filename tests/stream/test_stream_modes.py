@@ -93,6 +93,29 @@ def test_a_segment_that_was_open_when_the_log_was_switched_off_is_the_same_after
     assert world.stream.compare() == []
 
 
+@pytest.mark.parametrize("second", MODES)
+def test_a_shadow_that_knows_of_a_seal_before_lmdb_does(
+    world: StreamWorld, monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    """Death between the two: the log has sealed a segment that LMDB and its file show as open."""
+    world.reopen("shadow")
+    work(world)
+    expected = world.payloads()
+
+    def dies(*_: object) -> None:
+        raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.stream.ledger.projection, "fold", dies)
+        with pytest.raises(PowerCut):
+            world.stream.seal()
+    world.crash(second)
+    assert world.payloads() == expected
+    world.crash("on")
+    assert world.payloads() == expected
+    assert world.stream.compare() == []
+
+
 def test_shadow_writes_the_log_and_compares(world: StreamWorld) -> None:
     world.reopen("shadow")
     work(world)

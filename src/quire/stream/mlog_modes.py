@@ -206,7 +206,10 @@ def _payload(event: Event, facts: SegmentFacts, key: str) -> Payload:
 
 @cache
 def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Event, ...]:
-    """The shortest sequence of allowed events to a state like `goal` (sealed, hot, warm, remote); breadth first."""
+    """The shortest sequence of allowed events to a state like `goal` (sealed, hot, warm, remote); breadth first.
+
+    Empty where there is none: a segment that the log has sealed is not opened again, whatever LMDB was told before a crash.
+    """
 
     def reached(state: State) -> bool:
         if goal is None or state.life is Life.ABSENT:
@@ -226,7 +229,9 @@ def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Even
         if reached(state):
             return ways[state]
         for event in Event:
-            if is_valid(state, event) and (new := after(state, event)) not in ways:
+            if not is_valid(state, event) or (new := after(state, event)) in ways:
+                continue
+            if goal is None or new.life is not Life.ABSENT:  # the id of a retired segment does not come back
                 ways[new] = (*ways[state], event)
                 edge.append(new)
     return ()
