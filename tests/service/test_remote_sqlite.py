@@ -17,7 +17,7 @@ import quire
 from quire.service import client_holdings
 from quire.service.client import Client
 from quire.service.handlers_sql import SQL
-from quire.sqlite import dbapi
+from quire.sqlite import dbapi, statements
 from quire.store.store import Store
 from tests.service.world import OWNER, end, line, losing_answers, process, served
 
@@ -159,6 +159,23 @@ def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: 
             with pytest.raises(quire.AccessDenied):
                 reader.sqlite("other", create=True)
         assert [info.name for info in store.databases()] == ["shop"]
+
+
+def test_over_the_network_a_row_is_bounded_whatever_else_runs_on_its_connection(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statements, "ROW_BYTES_MAX", 1 << 20)
+    token = str(path / "admin.token")
+    with served(path, "http://127.0.0.1:0") as (_, server), quire.connect(server.address, token_file=token) as client:
+        shop = client.sqlite("shop", create=True)
+        values = "select 1, 2 union all select randomblob(400000), randomblob(400000)"
+        assert len(shop.execute(values).fetchall()) == 2
+        series = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 200)"
+        rows = shop.execute(f"{series} select i, iif(i > 100, zeroblob(600000), '') from n")
+        assert rows.fetchone() == (1, "")
+        assert shop.execute("select length(zeroblob(900000))").fetchone() == (900_000,)
+        with pytest.raises(dbapi.DataError, match="values have at most 524,288 bytes in a row of so many columns"):
+            rows.fetchall()
 
 
 def test_through_the_socket_sql_may_do_what_the_owner_may(client: Client) -> None:

@@ -222,18 +222,26 @@ def remote_runner(
     statement_seconds: float,
     lock_seconds: float = 0.0,
     synchronous: str = "FULL",
+    on_too_large: Callable[[], None] = lambda: None,
 ) -> tuple[StatementRunner, RemotePolicy]:
     """What runs the SQL of a remote user on a new connection, by whatever protocol it comes; `is_version`: on one that nobody
     can write to. The connection is closed if this fails."""
     try:
         connection.pragma("cache_size", -CACHE_KIB)
         connection.pragma("synchronous", synchronous)
-        policy = restrict(connection, clock)
+        limits = RemoteLimits()
+        policy = restrict(connection, clock, limits)
         policy.read_only = not may_write
         policy.may_attach = may_attach
-        hint = "" if may_write or is_version else READ_ONLY_HINT
-        deadline = partial(policy.deadline, statement_seconds)
-        return StatementRunner(connection, deadline, read_only_hint=hint, lock_seconds=lock_seconds), policy
+        runner = StatementRunner(
+            connection,
+            partial(policy.deadline, statement_seconds),
+            read_only_hint="" if may_write or is_version else READ_ONLY_HINT,
+            lock_seconds=lock_seconds,
+            value_bytes=limits.value_bytes,
+            on_too_large=on_too_large,
+        )
+        return runner, policy
     except BaseException:
         connection.close()
         raise

@@ -192,6 +192,10 @@ def _regexp(*values: Any) -> bool | None:
     return None if text is None else re.search(pattern, text) is not None
 
 
+_WITH_HINT = (apsw.ReadOnlyError, apsw.TooBigError)
+"""To which the runner adds what can be done."""
+
+
 def _error_of(error: Exception) -> SqlError:
     """An error as it is told (rule 4). What is none of SQLite's, of PEP 249 or of ours is a bug, and raised."""
     if isinstance(error, StatementFailed | LockRefused):
@@ -199,7 +203,7 @@ def _error_of(error: Exception) -> SqlError:
         if not isinstance(cause, apsw.Error | QuireError | OverflowError | TypeError | ValueError):
             return SqlError("OperationalError", str(error))
         told = _error_of(cause)
-        return SqlError(told.kind, str(error), told.code) if isinstance(cause, apsw.ReadOnlyError) else told
+        return SqlError(told.kind, str(error), told.code) if isinstance(cause, _WITH_HINT) else told
     wanted = translated(error) if isinstance(error, apsw.Error | QuireError) else as_sqlite3(error)
     if isinstance(wanted, Error):
         return SqlError(type(wanted).__name__, str(wanted), getattr(wanted, "sqlite_errorcode", 0))

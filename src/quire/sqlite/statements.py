@@ -48,9 +48,12 @@ BUNCH_ROWS, BUNCH_BYTES = 512, 1 << 20
 FIRST_ROWS = 64
 """Of a statement whose rows nobody has seen yet."""
 ROWS_AT_ONCE = 8
-"""Rows are measured so many at a time: measuring each by itself would cost half as much as encoding it."""
-PART_BYTES_MAX = ROWS_AT_ONCE * (64 << 20)
-"""Of those: every one may have a value of the largest size."""
+"""Small rows are measured so many at a time: measuring each by itself would cost half as much as encoding it."""
+SMALL_BYTES = 64 * 1024
+"""Rows are read one by one behind such a part that was larger."""
+ROW_BYTES_MAX = 256 << 20
+"""Of a row that is read by a remote program. SQLite has limits of a value and of a table's row, and none of what a SELECT puts
+together: 2,000 values of the largest size would be 128 GB. So the values of wide rows have a lower limit."""
 
 _BLANK = re.compile(r"(?:[\s;]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
 """What may stand behind a statement without being another one."""
@@ -93,10 +96,11 @@ class _Run:
     """What apsw calls when it has prepared a statement and is about to run it: the only moment at which a statement without
     rows tells its columns."""
 
-    __slots__ = ("_is_first", "_sql", "columns")
+    __slots__ = ("_bound", "_is_first", "_sql", "columns")
 
-    def __init__(self, sql: str) -> None:
+    def __init__(self, sql: str, bound: Callable[[int], None]) -> None:
         self._sql = sql
+        self._bound = bound
         self._is_first = True
         self.columns: Columns = ()
 
@@ -109,6 +113,7 @@ class _Run:
         if len(text) < len(self._sql) and not _is_blank(self._sql, len(text)):
             raise StatementFailed("SQL string contains more than one statement", MANY_STATEMENTS)
         self.columns = cursor.get_description()
+        self._bound(len(self.columns))
         return True
 
 
@@ -116,27 +121,26 @@ def _next_rows(cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: in
     """The next rows, at most so many and about so many bytes, and whether they are the last. They are measured while they are
     read: a few values of SQLite's largest size would take all the memory there is."""
     rows: list[Any] = []
-    size = 0
-    while size < bytes_max and (wanted := min(count - len(rows), ROWS_AT_ONCE)) > 0:
+    size, at_once = 0, 1
+    while size < bytes_max and (wanted := min(count - len(rows), at_once)) > 0:
         some = list(islice(cursor, wanted))
         rows += some
         more = sum(map(length_hint, chain.from_iterable(some)))
-        if more > PART_BYTES_MAX:
-            raise StatementFailed("a row is too large: ask for fewer columns, or parts of values", TOO_LARGE)
         size += more
         if len(some) < wanted:
             return rows, True
+        at_once = ROWS_AT_ONCE if more <= SMALL_BYTES else 1
     return rows, False
 
 
 class RunningStatement:
     """A statement that was begun: its columns, and its rows in bunches."""
 
-    __slots__ = ("_bunch_rows", "_cursor", "_deadline", "columns", "is_over")
+    __slots__ = ("_bunch_rows", "_cursor", "_runner", "columns", "is_over")
 
-    def __init__(self, cursor: apsw.Cursor, columns: Columns, deadline: Deadline) -> None:
+    def __init__(self, cursor: apsw.Cursor, columns: Columns, runner: StatementRunner) -> None:
         self._cursor = cursor
-        self._deadline = deadline
+        self._runner = runner
         self._bunch_rows = FIRST_ROWS
         self.columns = columns
         self.is_over = False
@@ -144,11 +148,13 @@ class RunningStatement:
 
     def rows(self, count: int) -> list[tuple[SqlValue, ...]]:
         """The next rows, at most so many and about `BUNCH_BYTES`; none at the end, where the statement is over."""
+        runner = self._runner
         try:
-            with self._deadline():
+            runner.bound(len(self.columns))  # another statement may have run meanwhile
+            with runner.deadline():
                 rows, self.is_over = _next_rows(self._cursor, count, BUNCH_BYTES)
         except Exception as error:
-            _fail(error)
+            runner.fail(error)
         return rows
 
     def bunch(self) -> list[tuple[SqlValue, ...]]:
@@ -160,11 +166,11 @@ class RunningStatement:
         """Run to the end; how many rows there were."""
         count = 0
         try:
-            with self._deadline():
+            with self._runner.deadline():
                 for _ in self._cursor:
                     count += 1
         except Exception as error:
-            _fail(error)
+            self._runner.fail(error)
         return count
 
     def close(self) -> None:
@@ -182,20 +188,26 @@ class StatementRunner:
         *,
         read_only_hint: str = "",
         lock_seconds: float = 0.0,
+        value_bytes: int = 0,
+        on_too_large: Callable[[], None] = lambda: None,
     ) -> None:
         """`deadline` bounds what SQLite does inside it: the beginning of a statement, and each bunch of its rows. Whoever
         writes where only reading is allowed is told `read_only_hint` behind SQLite's own words. A lock is waited for in the
-        calling thread for `lock_seconds`."""
+        calling thread for `lock_seconds`. `value_bytes` bounds values, and with `ROW_BYTES_MAX` rows; 0: nothing is bounded.
+        `on_too_large` is called for what was refused so."""
         # constant after construction
         self.connection = connection
         self.deadline = deadline
         self._read_only_hint = read_only_hint
+        self._value_bytes = value_bytes
+        self._on_too_large = on_too_large
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes
         self.total_changes: Callable[[], int] = connection.total_changes
         self.last_insert_rowid: Callable[[], int] = connection.last_insert_rowid
         connection.set_busy_timeout(round(lock_seconds * 1000))
         # the connection's
+        self._bounded = value_bytes
         self._lost: StatementFailed | None = None
         """Why the transaction is gone: told once, to the next statement."""
 
@@ -203,7 +215,7 @@ class StatementRunner:
         """Begin the one statement of a text; it stands at its first row, or it is over."""
         self.tell_lost()
         is_autocommit = self.is_autocommit()
-        cursor, run = self.connection.cursor(), _Run(sql)
+        cursor, run = self.connection.cursor(), _Run(sql, self.bound)
         cursor.exec_trace = run
         try:
             with self.deadline():
@@ -211,14 +223,35 @@ class StatementRunner:
         except apsw.BusyError as error:
             if is_autocommit or getattr(error, "extendedresult", 0) == apsw.SQLITE_BUSY:
                 raise LockRefused(str(error)) from error
-            _fail(error)
+            self.fail(error)
         except apsw.ReadOnlyError as error:
             failed = statement_failed(error)
             hint = f": {self._read_only_hint}" if self._read_only_hint else ""
             raise StatementFailed(f"{failed}{hint}", failed.code, failed.extended_code) from error
         except Exception as error:
-            _fail(error)
-        return RunningStatement(cursor, run.columns, self.deadline)
+            self.fail(error)
+        return RunningStatement(cursor, run.columns, self)
+
+    def bound(self, columns: int) -> None:
+        """Bound the values of what runs next, so that a row of so many columns keeps within `ROW_BYTES_MAX`."""
+        allowed = min(self._value_bytes, ROW_BYTES_MAX // max(columns, 1))
+        if allowed != self._bounded:
+            self.connection.limit(apsw.SQLITE_LIMIT_LENGTH, allowed)
+            self._bounded = allowed
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise an error as one that can be told to its program."""
+        if isinstance(error, apsw.TooBigError) and self._value_bytes:
+            told = f"{error}: values have at most {self._bounded:,} bytes"
+            if self._bounded < self._value_bytes:
+                told += " in a row of so many columns; ask for fewer, or for parts of values"
+            raise self.too_large(told, "SQLITE_TOOBIG") from error
+        _fail(error)
+
+    def too_large(self, told: str, code: str = TOO_LARGE) -> StatementFailed:
+        """The error for what is larger than it may be; counted."""
+        self._on_too_large()
+        return StatementFailed(told, code)
 
     def describe(self, sql: str) -> Description:
         """What the first statement of a text is; nothing is run."""

@@ -10,8 +10,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from quire.core.limits import MIB
 from quire.service.signed_tokens import create_token
 from quire.store.store import Store
 from tests.service.sql.world import CLOSE, SqlAsker, execute, plain_rows, sql_served, statement
@@ -206,8 +208,8 @@ def test_a_database_is_named_by_header_host_or_path(asker: SqlAsker, store: Stor
     assert both.rows(query) == [("shop",)]
     assert SqlAsker(asker.address, prefix="/db/blog/").rows(query) == [("blog",)]  # /db/blog//v2/pipeline
     cut = Asker(asker.address).post("/db/v2/pipeline", {"requests": [CLOSE]})  # v2/pipeline, resolved against /db/blog
-    assert cut.status == 404
-    assert "ends with a slash" in cut.json["hint"]
+    assert (cut.status, cut.json["code"]) == (404, "DATABASE_NOT_NAMED")
+    assert "ends with a slash" in cut.json["message"], "what clients show of an error"
     told = SqlAsker(asker.address, prefix="/db/none").post("/v2/pipeline", {"requests": [CLOSE]})
     assert told.status == 404
 
@@ -395,6 +397,26 @@ def test_one_open_transaction_and_forty_waiting_writers(path: Path) -> None:
             thread.join(120)
         assert results == ["ok"] * 40
         assert asker.rows("select count(*) from t") == [(41,)]
+
+
+def test_a_row_of_many_large_values_is_refused_before_it_is_made(path: Path) -> None:
+    """Each value is within SQLite's limit, and 20 of them would be 1.2 GB, twice."""
+
+    def columns(count: int, size: int) -> str:
+        return "select " + ", ".join([f"randomblob({size})"] * count)
+
+    with sql_served(path) as (_, asker):
+        before = psutil.Process().memory_info().rss
+        wide = columns(20, 60_000_000)
+        error = asker.pipeline(execute(wide), CLOSE)[0]["error"]
+        assert error["code"] == "SQLITE_TOOBIG"
+        assert "13,421,772 bytes in a row of so many columns" in error["message"]
+        assert SqlAsker(asker.address).lines({"stmt": {"sql": wide}})[0]["error"]["code"] == "SQLITE_TOOBIG"
+        assert psutil.Process().memory_info().rss - before < 100 * MIB
+        assert asker.run(columns(20, 100_000))["type"] == "execute"
+        assert asker.run("select length(randomblob(60000000))")["type"] == "execute", "a single one may be as large"
+        text = Asker(asker.address).ask("GET", "/metrics").body.decode()
+        assert 'quire_http_limited_total{limit="sql_answers"} 2.0' in text
 
 
 def test_the_answers_of_a_pipeline_are_bounded_together(path: Path) -> None:

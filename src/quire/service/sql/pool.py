@@ -87,9 +87,16 @@ class ConnectionPool:
     """All connections of remote programs."""
 
     def __init__(
-        self, store: StoreApi, limits: AnswerLimits, *, default_database: str = "", statement_seconds: float = 60.0
+        self,
+        store: StoreApi,
+        limits: AnswerLimits,
+        *,
+        default_database: str = "",
+        statement_seconds: float = 60.0,
+        on_too_large: Callable[[], None] = lambda: None,
     ) -> None:
         # constant after construction
+        self._on_too_large = on_too_large
         self._store = store
         self._limits = limits
         self._default = default_database
@@ -197,6 +204,7 @@ class ConnectionPool:
             may_attach=attachable(self._store, target.may_attach),
             statement_seconds=self._statement_seconds,
             synchronous=synchronous,
+            on_too_large=self._on_too_large,
         )
         self.opened += 1
         return SqlConnection(runner, policy, target, db_id)

@@ -76,7 +76,7 @@ class SqlPart:
 
     async def start(self) -> None:
         """The event loop runs."""
-        self._service = SqlService(self._context.store)
+        self._service = SqlService(self._context.store, lambda: self._context.limits.hit("sql_answers"))
 
     async def close(self) -> None:
         """Roll back what is open."""

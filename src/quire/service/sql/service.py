@@ -56,7 +56,8 @@ class SqlFigures:
 class SqlService:
     """See above. Made in the event loop that uses it."""
 
-    def __init__(self, store: StoreApi) -> None:
+    def __init__(self, store: StoreApi, on_too_large: Callable[[], None] = lambda: None) -> None:
+        """`on_too_large` counts answers and rows that are larger than they may be."""
         settings = store.settings.service
         # constant after construction
         self._store = store
@@ -70,6 +71,7 @@ class SqlService:
             limits,
             default_database=settings.sql_default_database,
             statement_seconds=settings.sql_statement_seconds,
+            on_too_large=on_too_large,
         )
         self.streams = StreamRegistry(
             _stream_limits(settings),

@@ -172,7 +172,7 @@ class SqlSession:
                 self._answer_rows -= outcome.row_count  # what is not sent does not count
                 self._answer_bytes -= sum(map(len, outcome.bunches))
                 what = f"the answer has more than {limits.rows_max:,} rows or {limits.bytes_max:,} bytes"
-                raise StatementFailed(f"{what}: use LIMIT, or a cursor", "RESPONSE_TOO_LARGE")
+                raise self.runner.too_large(f"{what}: use LIMIT, or a cursor")
 
     def _finish(self, outcome: StatementOutcome, changed_before: int, began: float) -> None:
         runner = self.runner

@@ -110,8 +110,6 @@ class Routes:
             wrong = InvalidInput(f"this address has {' and '.join(sorted(others))}", method=method)
             raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, wrong)
         hint = "docs/sql-server.md and docs/dashboard.md list the addresses"
-        if path.startswith("/db/"):
-            hint = "a client's URL for a database ends with a slash, as in http://HOST:PORT/db/shop/"
         raise NotFound("there is nothing at this address", hint=hint)
 
     # ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────
