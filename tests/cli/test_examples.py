@@ -75,7 +75,7 @@ EXPECTED: dict[str, str] = {
     "why": "has not checkpointed it yet",
     "snapshot diff": "both are the same version",
     "fork": "as shop was at snapshot monday",
-    "rollback": "nothing to do: shop is what it was at snapshot monday",
+    "rollback": "nothing to do: shop is already as it was at snapshot monday",
     "sqlite shell": "3 apples",
     "kv get": "3 apples",
     "stream read": "ann bought apples",

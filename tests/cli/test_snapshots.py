@@ -314,7 +314,7 @@ def test_a_fork_begins_at_any_version(run: Run, path: Path, tmp_path: Path) -> N
 def test_a_rollback_says_how_to_undo_it(run: Run, shop: Path) -> None:
     done = run("rollback", "shop", "--to", "monday")
     told, _, undo = done.out.splitlines()
-    assert told == "shop is what it was at snapshot monday (id 1): 4 pages changed"
+    assert told == "shop is again as it was at snapshot monday (id 1): 4 pages changed"
     assert first_byte(shop, "shop") == b"a"
     assert run(*undo.split("`")[1].split()[1:]).code == 0
     assert first_byte(shop, "shop") == b"b"
@@ -334,7 +334,7 @@ def test_what_was_dropped_is_listed_brought_back_and_freed(run: Run, shop: Path)
     assert "quire undrop NAME" in run("ls", "--dropped").out
     assert "can be brought back for a day" in run("why", "shop").out
     assert "shop (dropped)" in run("stats").out
-    assert run("undrop", "shop").out == "shop is back, with 1 snapshot\n"
+    assert run("undrop", "shop").out == "restored shop with 1 snapshot\n"
     assert first_byte(shop, "shop") == b"b"
     run("drop", "shop", "--snapshots", "--yes")
     run("create", "shop")

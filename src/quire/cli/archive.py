@@ -59,13 +59,14 @@ CLOCK = SystemClock()
 def on(
     cli: Cli,
     mode: Annotated[
-        str, Option(metavar="ARCHIVEMODE", help="async: a second behind; sync: every change waits for the bucket.")
+        str,
+        Option(metavar="ARCHIVEMODE", help="async: about a second behind; sync: every change waits for the bucket."),
     ] = "async",
 ) -> Note:
-    """Keep the whole store in its bucket from now on.
+    """Archive the whole store to its bucket continuously.
 
-    Sets `archive.mode` in quire.toml. If no process owns the store, the first copy is uploaded now; else the owner begins with
-    it when it is restarted. The object store must be outside the store's directory.
+    Sets `archive.mode` in quire.toml. If no process owns the store, the first copy is uploaded now; otherwise the owner
+    uploads it when it is restarted. The object store must be outside the store's directory.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -259,7 +260,7 @@ def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
 # ── drill ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("drill", archive, example="quire archive drill")
 def drill(cli: Cli) -> CliResult:
-    """Restore the archive into scratch and compare it with the live store.
+    """Restore the archive to a temporary directory and compare it with the live store.
 
     Claims nothing and changes nothing but drill.json, which remembers the result. A running `quire serve` does it while it
     works. Downloads the store once. Exit code 1 if anything differs.
@@ -295,10 +296,15 @@ def restore_store(
     store_id: StoreId = "",
     takeover: Annotated[bool, Option("--takeover", help="Make DIR the owner, and fence the previous one.")] = False,
     endpoint: Annotated[
-        str, Option("--endpoint", metavar="URL", help="Of an S3-compatible service.", show_default="the provider's")
+        str,
+        Option(
+            "--endpoint", metavar="URL", help="Endpoint of an S3-compatible service.", show_default="the provider's"
+        ),
     ] = "",
-    region: Annotated[str, Option("--region", metavar="NAME", help="S3 only.", show_default="AWS_REGION")] = "",
-    allow_http: Annotated[bool, Option("--allow-http", help="Let the endpoint be plain HTTP.")] = False,
+    region: Annotated[
+        str, Option("--region", metavar="NAME", help="Region of the bucket; S3 only.", show_default="AWS_REGION")
+    ] = "",
+    allow_http: Annotated[bool, Option("--allow-http", help="Allow plain HTTP to the endpoint.")] = False,
 ) -> Report:
     """Restore a whole store from its bucket.
 
@@ -384,7 +390,7 @@ def _show_progress(step: str, done: int, total: int) -> None:
 def abandoned(
     cli: Cli,
     remove: Annotated[
-        int, Option("--remove", metavar="EPOCH", min=0, show_default=False, help="Delete everything of this epoch.")
+        int, Option("--remove", metavar="EPOCH", min=0, show_default=False, help="Delete all objects of this epoch.")
     ] = 0,
     yes: Yes = False,
 ) -> Listing | Note:

@@ -46,7 +46,7 @@ def backup(
 @command("restore-db", example="quire restore-db s3://my-bucket/shop orders --at 2h --as orders_then")
 def restore_db(
     cli: Cli,
-    url: Annotated[str, Argument(metavar="URL", help="An archive or a backup; this store's own bucket is one.")],
+    url: Annotated[str, Argument(metavar="URL", help="An archive or a backup, such as this store's own bucket.")],
     name: Annotated[str, Argument(metavar="NAME", help="The database's name in the archive.")],
     at: Moment = "",
     new: Annotated[str, Option("--as", metavar="NEW", help="Its name in this store.", show_default="NAME")] = "",
@@ -54,10 +54,10 @@ def restore_db(
 ) -> Note:
     """Copy one database out of an archive or backup.
 
-    It may be a stream or a key-value set too.
+    Streams and key-value sets can be copied as well.
 
-    The archived moment is restored into scratch and claims nothing. The database appears under its new name when it is
-    complete and was compared with the archive. Its snapshots are not copied; records of a stream get new ids and times.
+    The archive is restored to a temporary directory and stays unchanged. The database appears under its new name when it is
+    complete and has been compared with the archive. Its snapshots are not copied; records of a stream get new ids and times.
     """
     at_ms = parse_moment(at, "--at", now_ms=SystemClock().now_ms()) if at else None
     with cli.owner() as store, Bars() as bars:

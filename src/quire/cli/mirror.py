@@ -38,9 +38,10 @@ def create(
     to: Annotated[
         str, Option("--to", metavar="TARGET", help="delta:URL, iceberg:CATALOG.NAMESPACE.TABLE or parquet:URL.")
     ] = "",
-    every: Annotated[str, Option("--every", metavar="15m", help="Let the owner run it this often.")] = "",
+    every: Annotated[str, Option("--every", metavar="15m", help="How often the owner runs it.")] = "",
     option: Annotated[
-        list[str] | None, Option("--option", metavar="KEY=VALUE", help="An option of mirror or target; repeatable.")
+        list[str] | None,
+        Option("--option", metavar="KEY=VALUE", help="An option of the mirror or its target; repeatable."),
     ] = None,
 ) -> Facts:
     """Define a lakehouse table that follows a table of many databases.
@@ -99,17 +100,17 @@ def list_(cli: Cli) -> Listing:
         for status in statuses
     ]
     columns = ["name", "databases", "table", "target", ">rows", ">behind", "synced"]
-    return Listing(columns=columns, rows=rows, empty="no mirrors: `quire mirror create` makes one")
+    return Listing(columns=columns, rows=rows, empty="no mirrors: `quire mirror create` defines one")
 
 
 @command("drop", group, example="quire mirror drop lake --yes")
 def drop(cli: Cli, name: Name, yes: Yes = False) -> Note:
-    """Forget a mirror. Its target stays as it is."""
+    """Drop a mirror. Its target is not changed."""
     if not yes:
-        confirm(f"drop the mirror {name}? Its target stays", "nothing was dropped", {"dropped": None})
+        confirm(f"drop the mirror {name}? Its target is not deleted.", "nothing was dropped", {"dropped": None})
     with cli.owner() as store:
         dropped = store.mirrors.drop(name)
-    return Note(text=f"dropped the mirror {name}; {dropped.target} stays", data={"dropped": dropped})
+    return Note(text=f"dropped the mirror {name}; {dropped.target} is not deleted", data={"dropped": dropped})
 
 
 def _facts(status: MirrorStatus) -> Facts:

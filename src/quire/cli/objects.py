@@ -25,7 +25,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as in
 def takeover(
     cli: Cli,
     discard: Annotated[
-        bool, Option("--discard", help="Give up what the archive has and this directory lacks.")
+        bool, Option("--discard", help="Discard what the archive has and this directory lacks.")
     ] = False,
     yes: Yes = False,
 ) -> Note:
@@ -36,10 +36,10 @@ def takeover(
     the bucket is overwritten or removed.
 
     If the archive has newer changes than this directory, it is refused: `quire restore-store --takeover` includes them,
-    `--discard` gives them up, as after a restore into the past.
+    `--discard` drops them, as after a restore to an earlier moment.
     """
     if not yes:
-        lost = " Newer changes in the archive are given up." if discard else ""
+        lost = " Newer changes in the archive are discarded." if discard else ""
         question = (
             f"take over the objects of {cli.path}? Any other copy of the store that writes there is fenced.{lost}"
         )

@@ -59,7 +59,7 @@ def restore(cli: Cli, number: Number) -> Note:
     """
     with _owned(cli) as root:
         entry = put_back(OsDisk(), root, number)
-    return Note(text=f"{entry.path} is back", data={"number": number, "path": entry.path})
+    return Note(text=f"restored {entry.path}", data={"number": number, "path": entry.path})
 
 
 @command("rm", group, example="quire quarantine rm 2 --yes")
@@ -74,7 +74,7 @@ def rm(
     if not numbers:
         raise InvalidInput("no files were named", hint="`quire quarantine ls` lists them by number")
     if not yes:
-        confirm(f"remove {count_of(len(numbers), 'file')} for good?", "nothing was removed", {"removed": []})
+        confirm(f"permanently remove {count_of(len(numbers), 'file')}?", "nothing was removed", {"removed": []})
     with _owned(cli) as root:
         for number in numbers:
             remove(OsDisk(), root, number)

@@ -47,7 +47,9 @@ def import_(
     cli: Cli,
     file: File,
     name: Name = "",
-    lock: Annotated[bool, Option("--lock/--no-lock", help="Keep other programs from writing meanwhile.")] = True,
+    lock: Annotated[
+        bool, Option("--lock/--no-lock", help="Prevent other programs from writing during the import.")
+    ] = True,
 ) -> Report:
     """Import a SQLite database, with its -wal file.
 
@@ -171,7 +173,7 @@ def shell(
     database: Database,
     statements: Annotated[
         list[str] | None,
-        Argument(metavar="[SQL]...", help="Statements to run; none opens a prompt.", show_default=False),
+        Argument(metavar="[SQL]...", help="Statements to run; without any, a prompt opens.", show_default=False),
     ] = None,
     at: At = "",
 ) -> CliResult:

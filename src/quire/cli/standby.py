@@ -30,10 +30,13 @@ from quire.store.standby import Promoted, StandbyStatus
 clones = Group("clones")
 
 Endpoint = Annotated[
-    str, Option("--endpoint", metavar="URL", help="Of an S3-compatible service.", show_default="the provider's")
+    str,
+    Option("--endpoint", metavar="URL", help="Endpoint of an S3-compatible service.", show_default="the provider's"),
 ]
-Region = Annotated[str, Option("--region", metavar="NAME", help="S3 only.", show_default="AWS_REGION")]
-AllowHttp = Annotated[bool, Option("--allow-http", help="Let the endpoint be plain HTTP.")]
+Region = Annotated[
+    str, Option("--region", metavar="NAME", help="Region of the bucket; S3 only.", show_default="AWS_REGION")
+]
+AllowHttp = Annotated[bool, Option("--allow-http", help="Allow plain HTTP to the endpoint.")]
 Directory = Annotated[str, Argument(metavar="DIR", help="The directory of the standby.")]
 
 
@@ -48,21 +51,21 @@ def standby(
         Option(
             "--promote-after",
             metavar="SECONDS",
-            help="Become the owner when it has been silent this long; more than 10.",
+            help="Take over when the owner has been silent for this long; more than 10.",
             show_default="never",
         ),
     ] = 0.0,
-    once: Annotated[bool, Option("--once", help="Apply what is there and end.")] = False,
+    once: Annotated[bool, Option("--once", help="Apply what is in the bucket, then exit.")] = False,
     endpoint: Endpoint = "",
     region: Region = "",
     allow_http: AllowHttp = False,
     log: Log = "",
 ) -> Note:
-    """Follow a store's archive in a directory of its own.
+    """Keep a directory up to date with a store's archive.
 
     The directory is restored if it is empty, then every change is applied as it appears in the bucket. Other processes read
-    it meanwhile with mode "r". It ends with Ctrl-C or SIGTERM, or when it has become the owner: then open it, or run
-    `quire serve`.
+    it meanwhile with mode "r". The command ends with Ctrl-C or SIGTERM, or when the directory has become the owner: then open
+    it, or run `quire serve`.
     """
     log_to(log)
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
@@ -96,7 +99,7 @@ def promote(
     _cli: Cli,
     directory: Directory,
     discard: Annotated[
-        bool, Option("--discard", help="Also if another owner has taken over; what it wrote is lost here.")
+        bool, Option("--discard", help="Even if another owner has taken over; its writes are discarded.")
     ] = False,
     yes: Yes = False,
 ) -> Note:
@@ -131,9 +134,9 @@ def clone(
     region: Region = "",
     allow_http: AllowHttp = False,
 ) -> Note:
-    """Create a new store that begins as another one is, or was.
+    """Create a new store from the current or an earlier state of another one.
 
-    The clone has an identity of its own and is written to at once. Large files are not copied: it reads them below the
+    The clone has its own identity and is writable at once. Large files are not copied: it reads them below the
     parent's prefix of the bucket, and the parent keeps them until `quire clones release`.
     """
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
@@ -158,7 +161,7 @@ def list_clones(cli: Cli) -> Listing:
 
 @command("release", clones, example="quire clones release --store ./copy")
 def release(cli: Cli) -> Note:
-    """Let the parents of this clone delete what they kept for it.
+    """Allow the parents of this clone to delete what they kept for it.
 
     Refused while the clone still reads objects of its parents.
     """
@@ -175,11 +178,11 @@ def forget(
 ) -> Note:
     """Stop keeping objects for a clone, in its parent. A clone that still exists loses what it reads."""
     if not yes:
-        confirm(f"keep nothing for {clone_id} any more?", "nothing was changed", {"forgotten": None})
+        confirm(f"stop keeping objects for {clone_id}?", "nothing was changed", {"forgotten": None})
     root = os.path.abspath(cli.path)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
         store_id = txn.store_id()
         if clone_id not in [entry.clone_id for entry in registered.registrations(bucket, store_id)]:
             raise ObjectNotFound("there is no such clone", hint="`quire clones ls` lists them", clone_id=clone_id)
         registered.release(bucket, store_id, clone_id)
-    return Note(text=f"nothing is kept for {clone_id} any more", data={"forgotten": clone_id})
+    return Note(text=f"objects are no longer kept for {clone_id}", data={"forgotten": clone_id})

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 @command("stats", example="quire stats --snapshots")
 def stats(
     cli: Cli,
-    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names that begin with it.")] = "",
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")] = "",
     snapshots: Annotated[bool, Option("--snapshots", help="Also list each snapshot.")] = False,
     sort: Annotated[
         str, Option("--sort", metavar="ORDER", help="name; or the largest first: size, alone, wal, disk.")
     ] = "",
-    limit: Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0: all.")] = 0,
+    limit: Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")] = 0,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Listing | Report:
@@ -80,7 +80,7 @@ def _in_order(usages: list[Usage], sort: str) -> list[Usage]:
     if sort == "name":
         return sorted(usages, key=lambda row: (row.database, row.snapshot))
     if sort not in SORTS:
-        raise InvalidInput("there is no such order", hint=f"name, {', '.join(SORTS)}", sort=sort)
+        raise InvalidInput("unknown sort order", hint=f"name, {', '.join(SORTS)}", sort=sort)
     return sorted(usages, key=lambda row: getattr(row, SORTS[sort]), reverse=True)
 
 

@@ -66,17 +66,19 @@ def init(
 @command("ls", example="quire ls tenant- --tag plan=free")
 def ls(
     cli: Cli,
-    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names that begin with it.")] = "",
-    kind: Annotated[str, Option("--kind", metavar="KIND", help="Only pages, stream or lsm.")] = "",
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")] = "",
+    kind: Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages, stream or lsm.")] = "",
     tag: Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")] = "",
     sort: Annotated[
         str, Option("--sort", metavar="ORDER", help="name; written: newest change first; size: largest first.")
     ] = "name",
     limit: Annotated[
-        int, Option("--limit", "-n", help="At most so many; 0: all.", show_default="1000, with --json all")
+        int, Option("--limit", "-n", help="Maximum number of rows; 0 for all.", show_default="1000, with --json all")
     ] = -1,
-    after: Annotated[str, Option("--after", metavar="NAME", help="Begin behind this name.")] = "",
-    dropped: Annotated[bool, Option("--dropped", help="Those that `quire undrop` can bring back.")] = False,
+    after: Annotated[str, Option("--after", metavar="NAME", help="Start after this name.")] = "",
+    dropped: Annotated[
+        bool, Option("--dropped", help="List dropped databases that `quire undrop` can restore.")
+    ] = False,
 ) -> Listing:
     """List the databases of a store, by name."""
     most = limit if limit >= 0 else 0 if cli.as_json else LISTED
@@ -123,7 +125,7 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
         columns=["id", "name", "kind", "dropped", "can be brought back until", ">snapshots", ">size"],
         rows=[ListingRow(cells(info), info) for info in databases],
         empty="no dropped databases",
-        closing="`quire undrop NAME` brings one back, `quire drop NAME --now` frees its space." if databases else "",
+        closing="`quire undrop NAME` restores one; `quire drop NAME --now` frees its space." if databases else "",
     )
 
 
@@ -209,10 +211,10 @@ def drop(
     cli: Cli,
     name: Name,
     snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots as well.")] = False,
-    now: Annotated[bool, Option("--now", help="For good: also one that was dropped before.")] = False,
+    now: Annotated[bool, Option("--now", help="Permanently: free its space now; also for one dropped before.")] = False,
     yes: Yes = False,
 ) -> Note:
-    """Drop a database. Its name is free at once; `quire undrop` brings it back for a day.
+    """Drop a database. Its name can be reused at once; `quire undrop` restores it within a day.
 
     Its space is freed after that day (maintenance.undrop_seconds), with --now at once, when nothing else refers to it.
     """
@@ -237,7 +239,7 @@ def drop(
 def _purge(store: Store | Client, name: str, yes: bool) -> Note:
     """End a database that was dropped before."""
     if not yes:
-        confirm(f"free the space of {name}, which was dropped?", "nothing was dropped", {"dropped": None})
+        confirm(f"free the space of the dropped database {name}?", "nothing was dropped", {"dropped": None})
     gone = store.purge(name)
     text = (
         f"{gone.name} (id {gone.db_id}) cannot be brought back any more; its space is freed when nothing refers to it"
@@ -248,16 +250,16 @@ def _purge(store: Store | Client, name: str, yes: bool) -> Note:
 @command("undrop", example="quire undrop shop")
 def undrop(
     cli: Cli,
-    name: Annotated[str, Argument(metavar="NAME", help="What it was called, or its id (#7).")],
-    new: Annotated[str, Option("--as", metavar="NEW", help="Another name.", show_default="its former name")] = "",
+    name: Annotated[str, Argument(metavar="NAME", help="Its former name, or its id (#7).")],
+    new: Annotated[str, Option("--as", metavar="NEW", help="A new name.", show_default="its former name")] = "",
 ) -> Note:
-    """Bring a dropped database back.
+    """Restore a dropped database.
 
-    It comes back as it was, with its snapshots. Of several with this name the last one; `quire ls --dropped` lists them.
+    It is restored as it was, with its snapshots; of several with this name, the last one. `quire ls --dropped` lists them.
     """
     with cli.keeper() as store:
         back = store.undrop(name, new_name=new)
-    return Note(text=f"{back.name} is back, with {count_of(back.snapshots, 'snapshot')}", data=back)
+    return Note(text=f"restored {back.name} with {count_of(back.snapshots, 'snapshot')}", data=back)
 
 
 @command("rename", example="quire rename shop store")

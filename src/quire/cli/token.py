@@ -18,23 +18,22 @@ group = Group("token")
 def create(
     cli: Cli,
     db: Annotated[
-        list[str] | None, Option(metavar="DB", help="A database it is for; repeat for several.", show_default="all")
+        list[str] | None,
+        Option(metavar="DB", help="A database that it gives access to; repeatable.", show_default="all"),
     ] = None,
-    ro: Annotated[bool, Option("--ro", help="For reading only.")] = False,
+    ro: Annotated[bool, Option("--ro", help="Read-only.")] = False,
     attach: Annotated[
         list[str] | None,
-        Option(
-            metavar="DB", help="A database that may be read, and attached by SQL on the others; repeat for several."
-        ),
+        Option(metavar="DB", help="A database that may be read, and attached by SQL on the others; repeatable."),
     ] = None,
     ttl: Annotated[
-        str, Option(metavar="TIME", help="How long it is valid: 90s, 15m, 12h, 30d.", show_default="for ever")
+        str, Option(metavar="TIME", help="How long it is valid: 90s, 15m, 12h, 30d.", show_default="without limit")
     ] = "",
 ) -> Report:
     """Create a token for clients of the SQL server (`quire serve --http`).
 
-    It is signed with the store's own key, so the server need not run, nor be told. The token is the first line; keep it like a
-    password. It cannot be taken back: give it a time.
+    It is signed with the store's own key, so the server need not be running. The token is the first line of the output; treat
+    it like a password. It cannot be revoked: give it a time.
     """
     wanted, attached = list(db or ()), list(attach or ())
     with cli.reader() as manifest, manifest.read() as txn:

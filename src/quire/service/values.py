@@ -71,7 +71,7 @@ class DatabaseFilter(Request, frozen=True, kw_only=True):
     sort: str = "name"
     """name; written: the one with the newest change first; size: the largest first."""
     limit: int = 0
-    """At most so many; 0: all."""
+    """Maximum number of rows; 0 for all."""
     after: str = ""
     """Begin behind this name: the last of the page before."""
 

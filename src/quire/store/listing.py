@@ -29,7 +29,7 @@ SORTS = ("name", "written", "size")
 def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     """(id, record) of the live databases that are asked for, in their order, at most `limit` of them."""
     if wanted.sort not in SORTS:
-        raise InvalidInput("there is no such order", hint=f"one of {', '.join(SORTS)}", sort=wanted.sort)
+        raise InvalidInput("unknown sort order", hint=f"one of {', '.join(SORTS)}", sort=wanted.sort)
     if wanted.after and wanted.sort != "name":
         raise InvalidInput("only a list by name continues after a name", hint='use sort="name"', sort=wanted.sort)
     order: dict[str, Callable[[ReadTxn, DatabaseFilter], Iterator[Match]]] = {
