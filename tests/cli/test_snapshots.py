@@ -339,7 +339,7 @@ def test_what_was_dropped_is_listed_brought_back_and_freed(run: Run, shop: Path)
     run("drop", "shop", "--snapshots", "--yes")
     run("create", "shop")
     assert run("undrop", "shop").code == 4
-    assert run("undrop", "shop", "--as", "old").out.startswith("old is back")
+    assert run("undrop", "shop", "--as", "old").out.startswith("restored old")
     assert run("drop", "old", "--snapshots", "--yes").code == 0
     assert "cannot be brought back" in run("drop", "old", "--now", "--yes").out
     assert "no dropped databases" in run("ls", "--dropped").out

@@ -43,7 +43,7 @@ from quire.archive.format import (
 from quire.archive.queue import EventQueue
 from quire.core.limits import KIB, MIB
 from quire.durable import names
-from quire.durable.files import DirectFile, Disk, DiskLayer, File, begin_write_back, write_synced
+from quire.durable.files import DirectFile, Disk, DiskLayer, File, FileLayer, begin_write_back, write_synced
 
 ZEROS = bytes(64 * KIB)
 PIECE_BYTES = 4 * MIB
@@ -203,13 +203,13 @@ class Recorder(DiskLayer):
             file.close()
 
 
-class RecordedFile(DirectFile):
+class RecordedFile(FileLayer, DirectFile):
     """A file whose bytes are shipped as they are written."""
 
-    __slots__ = ("_inner", "_number", "_queue")
+    __slots__ = ("_number", "_queue")
 
     def __init__(self, inner: File, queue: EventQueue) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._number = 0
         self._queue = queue
 
@@ -219,13 +219,6 @@ class RecordedFile(DirectFile):
         if not self._number:
             self._number = inode(self._inner)
         return self._number
-
-    @property
-    def path(self) -> str:
-        return self._inner.path
-
-    def read_at(self, size: int, offset: int) -> bytes:
-        return self._inner.read_at(size, offset)
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
@@ -250,37 +243,15 @@ class RecordedFile(DirectFile):
         if self._queue.is_open:
             self._queue.append(ReserveEvent(self.number, size))
 
-    def size(self) -> int:
-        return self._inner.size()
 
-    def sync(self) -> None:
-        self._inner.sync()
-
-    def fileno(self) -> int:
-        return self._inner.fileno()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class ArtifactFile(DirectFile):
+class ArtifactFile(FileLayer, DirectFile):
     """A file that is written once: it is complete when it is synced under its own name."""
 
-    __slots__ = ("_inner", "_recorder")
+    __slots__ = ("_recorder",)
 
     def __init__(self, inner: File, recorder: Recorder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._recorder = recorder
-
-    @property
-    def path(self) -> str:
-        return self._inner.path
-
-    def read_at(self, size: int, offset: int) -> bytes:
-        return self._inner.read_at(size, offset)
-
-    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        self._inner.write_at(data, offset)
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         write_synced(self._inner, data, offset)
@@ -289,24 +260,9 @@ class ArtifactFile(DirectFile):
     def begin_write_back(self, size: int, offset: int) -> None:
         begin_write_back(self._inner, size, offset)
 
-    def truncate(self, size: int) -> None:
-        self._inner.truncate(size)
-
-    def allocate(self, size: int) -> None:
-        self._inner.allocate(size)
-
-    def size(self) -> int:
-        return self._inner.size()
-
     def sync(self) -> None:
         self._inner.sync()
         self._recorder.completed(self.path)
-
-    def fileno(self) -> int:
-        return self._inner.fileno()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def written(number: int, offset: int, data: bytes | bytearray | memoryview) -> AnyEvent:

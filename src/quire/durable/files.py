@@ -201,6 +201,43 @@ class DirectFile:
         raise NotImplementedError
 
 
+class FileLayer:
+    """Passes everything on to another file; a layer overrides what it does differently."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: File) -> None:
+        self._inner = inner
+
+    @property
+    def path(self) -> str:
+        return self._inner.path
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        return self._inner.read_at(size, offset)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        self._inner.write_at(data, offset)
+
+    def size(self) -> int:
+        return self._inner.size()
+
+    def truncate(self, size: int) -> None:
+        self._inner.truncate(size)
+
+    def allocate(self, size: int) -> None:
+        self._inner.allocate(size)
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def fileno(self) -> int:
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class OsFile(DirectFile):
     """A `File` on a descriptor of the operating system."""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, StorageFault, StoreClosed
 from quire.core.limits import KIB, MIB
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, DiskLayer, File, forget_cached
+from quire.durable.files import Disk, DiskLayer, File, FileLayer, forget_cached
 from quire.durable.log_format import NAMED_HEADER_BYTES, decode_header
 from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
@@ -154,7 +154,7 @@ SMALL_BYTES = 8 * KIB
 _ZEROS = bytes(AHEAD_BYTES)
 
 
-class AheadFile:
+class AheadFile(FileLayer):
     """A file for appending that is kept filled with zeros a little ahead of its end, so that syncing small appends is cheap.
 
     A sync after an append must also make the file's new size and extents durable, which costs the file system a commit of its
@@ -162,19 +162,12 @@ class AheadFile:
     a torn end to whoever reads the log, like any other bytes behind it. One writer at a time.
     """
 
-    __slots__ = ("_end", "_filled", "_inner", "_open")
+    __slots__ = ("_end", "_filled", "_open")
 
     def __init__(self, inner: File) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._end = self._filled = inner.size()
         self._open = True
-
-    @property
-    def path(self) -> str:
-        return self._inner.path
-
-    def read_at(self, size: int, offset: int) -> bytes:
-        return self._inner.read_at(size, offset)
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         end = offset + len(data)
@@ -187,21 +180,9 @@ class AheadFile:
         self._inner.write_at(data, offset)
         self._end = max(self._end, end)
 
-    def size(self) -> int:
-        return self._inner.size()
-
     def truncate(self, size: int) -> None:
         self._inner.truncate(size)
         self._end = self._filled = size
-
-    def allocate(self, size: int) -> None:
-        self._inner.allocate(size)
-
-    def sync(self) -> None:
-        self._inner.sync()
-
-    def fileno(self) -> int:
-        return self._inner.fileno()
 
     def forget_cached(self) -> None:
         forget_cached(self._inner)

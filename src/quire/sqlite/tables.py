@@ -110,11 +110,6 @@ def declared_type(declared: str) -> pa.DataType | None:
     return pa.bool_() if "BOOL" in text else None
 
 
-def arrow_type(declared: str) -> pa.DataType:
-    """The Arrow type of a declared SQLite type; `string` for what is unknown."""
-    return declared_type(declared) or pa.string()
-
-
 def affinity(declared: str) -> str:
     """What SQLite itself makes of a declared type (https://www.sqlite.org/datatype3.html#determination_of_column_affinity).
 

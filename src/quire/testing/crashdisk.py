@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.core.errors import InvalidInput
-from quire.durable.files import DiskLayer, File, OsDisk
+from quire.durable.files import DiskLayer, File, FileLayer, OsDisk
 
 SECTOR_BYTES = 512
 
@@ -239,31 +239,21 @@ class CrashDisk(DiskLayer):
         return directory, name
 
 
-class CrashFile:
+class CrashFile(FileLayer):
     """A `File` of a `CrashDisk`."""
 
-    __slots__ = ("_inner", "_inode", "_lock")
+    __slots__ = ("_inode", "_lock")
 
     def __init__(self, inner: File, inode: _Inode, lock: threading.RLock) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._inode = inode
         self._lock = lock
-
-    @property
-    def path(self) -> str:
-        return self._inner.path
-
-    def read_at(self, size: int, offset: int) -> bytes:
-        return self._inner.read_at(size, offset)
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         with self._lock:
             self._inner.write_at(data, offset)
             if len(data):  # an empty write changes nothing, not even the size
                 self._inode.pending.append(_Write(offset, bytes(data)))
-
-    def size(self) -> int:
-        return self._inner.size()
 
     def truncate(self, size: int) -> None:
         with self._lock:
@@ -288,9 +278,6 @@ class CrashFile:
     def fileno(self) -> int:
         self._inode.mapped = True
         return self._inner.fileno()
-
-    def close(self) -> None:
-        self._inner.close()
 
     def __enter__(self) -> CrashFile:
         return self

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from quire.core.errors import ObjectNotFound, ObjectStoreUnavailable
-from quire.durable.files import Disk, File, translate
+from quire.durable.files import Disk, File, FileLayer, translate
 from quire.objects import open as opening
 from quire.objects.local import LocalStore
 
@@ -155,18 +155,14 @@ class FaultyDisk:
         raise translate(OSError(number, os.strerror(number)), path, f"{operation} (injected)")
 
 
-class FaultyFile:
+class FaultyFile(FileLayer):
     """A `File` of a `FaultyDisk`."""
 
-    __slots__ = ("_disk", "_inner")
+    __slots__ = ("_disk",)
 
     def __init__(self, inner: File, disk: FaultyDisk) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._disk = disk
-
-    @property
-    def path(self) -> str:
-        return self._inner.path
 
     def read_at(self, size: int, offset: int) -> bytes:
         if self._disk.fault not in SILENT_READS:
@@ -210,12 +206,6 @@ class FaultyFile:
 
     def sync(self) -> None:
         self._disk.run("sync", self.path, self._inner.sync)
-
-    def fileno(self) -> int:
-        return self._inner.fileno()
-
-    def close(self) -> None:
-        self._inner.close()
 
     def __enter__(self) -> FaultyFile:
         return self

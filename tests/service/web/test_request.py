@@ -16,8 +16,8 @@ import pytest
 
 import quire
 from quire.service.tokens import Credentials
+from quire.service.web.answers import SECURITY_HEADERS as HEADERS
 from quire.service.web.dashboard import BODY_BYTES_MAX
-from quire.service.web.headers import SECURITY_HEADERS as HEADERS
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.service.test_access import certificate

@@ -34,6 +34,21 @@ from quire.core.errors import (
 from quire.core.json_values import plain
 
 JSON = "application/json; charset=utf-8"
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+SECURITY_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+"""Of every answer: they keep other sites, caches and type guessing out."""
 NUMBER_MAX = 2**53 - 1
 
 _STATUS: tuple[tuple[type[QuireError], HTTPStatus], ...] = (

@@ -33,9 +33,8 @@ from quire.core.errors import (
     Unauthenticated,
 )
 from quire.core.events import emit
-from quire.service.web.answers import HttpError, Response, error_answer
+from quire.service.web.answers import SECURITY_HEADERS, HttpError, Response, error_answer
 from quire.service.web.context import WebContext
-from quire.service.web.headers import SECURITY_HEADERS
 
 WEBSOCKET_BUG = 1011
 WITHOUT_PLACE = frozenset({"/healthz", "/readyz"})

@@ -33,9 +33,8 @@ from uvicorn.server import ServerState
 
 from quire.core.errors import InvalidInput, QuireError, TimedOut
 from quire.core.settings import ServiceSettings
-from quire.service.web.answers import error_answer
+from quire.service.web.answers import SECURITY_HEADERS, error_answer
 from quire.service.web.counters import WebCounts
-from quire.service.web.headers import SECURITY_HEADERS
 
 LINGER_SECONDS = 2.0
 LINGER_BYTES_MAX = 4 << 20
