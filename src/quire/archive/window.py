@@ -127,7 +127,7 @@ class Line:
         self._headers: dict[Position, Header] = {}
         self.epochs: list[tuple[int, range]] = []
         """(epoch, numbers of its log objects without a gap), the newest first."""
-        epoch, bound = max((number for number, there in listing.epochs.items() if there.logs), default=0), NONE
+        epoch, bound = max((number for number, objects in listing.epochs.items() if objects.logs), default=0), NONE
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
             numbers = _last_run(listing.epochs[epoch].logs, bound)
             while numbers and self.header(epoch, numbers[-1]).kind is Kind.SEAL:  # several, of a takeover that was hard
@@ -168,7 +168,7 @@ class Line:
         """The owner epochs that have a log and are on no line."""
         named = dict(self.epochs)
         return tuple(
-            sorted(epoch for epoch, there in self._listing.epochs.items() if there.logs and epoch not in named)
+            sorted(epoch for epoch, objects in self._listing.epochs.items() if objects.logs and epoch not in named)
         )
 
     def newest(self) -> Header | None:
@@ -251,15 +251,15 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
     size = 0
     first = Position(kept.position.epoch, kept.base.first_log)
     for epoch in sorted({*(known for known in ancestors if known < first.epoch), first.epoch}):
-        there = listing.epochs.get(epoch)
-        if there is None:
+        objects = listing.epochs.get(epoch)
+        if objects is None:
             continue
-        old_parts = [(key, taken) for key, (number, taken) in there.parts.items() if Position(epoch, number) < first]
-        old_logs = sorted(number for number in there.logs if Position(epoch, number) < first)
-        files += [(key, taken) for key, (number, taken) in there.files.items() if Position(epoch, number) < first]
+        old_parts = [(key, taken) for key, (number, taken) in objects.parts.items() if Position(epoch, number) < first]
+        old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first)
+        files += [(key, taken) for key, (number, taken) in objects.files.items() if Position(epoch, number) < first]
         parts += [key for key, _ in old_parts]
         logs += [log_key(listing.store_id, Position(epoch, number)) for number in old_logs]
-        size += sum(taken for _, taken in old_parts) + sum(there.logs[number] for number in old_logs)
+        size += sum(taken for _, taken in old_parts) + sum(objects.logs[number] for number in old_logs)
     if files:
         named = set(files_of(store, listing.store_id, kept))
         files = [(key, taken) for key, taken in files if key not in named]
@@ -294,24 +294,24 @@ def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
     line = Line(store, listing)
     abandoned = []
     for epoch in line.abandoned():
-        there = listing.epochs[epoch]
+        objects = listing.epochs[epoch]
         put = list(list_objects(store, epoch_prefix(store_id, epoch)))
-        headers = (line.header(epoch, number) for number in sorted(there.logs, reverse=True))
+        headers = (line.header(epoch, number) for number in sorted(objects.logs, reverse=True))
         abandoned.append(
             AbandonedEpoch(
                 owner_epoch=epoch,
-                objects=there.objects() + len(put),
-                size_bytes=there.size_bytes() + sum(info.size_bytes for info in put),
+                objects=objects.objects() + len(put),
+                size_bytes=objects.size_bytes() + sum(info.size_bytes for info in put),
                 ended_at_ms=next((header.at_ms for header in headers if header.kind is not Kind.SEAL), 0),
             )
         )
     return abandoned
 
 
-def keys_in_order(there: EpochObjects, store_id: str, epoch: int) -> list[str]:
+def keys_in_order(objects: EpochObjects, store_id: str, epoch: int) -> list[str]:
     """The objects of an epoch's archive, in the order in which they may go: while its log is there, the rest is found again."""
-    logs = [log_key(store_id, Position(epoch, number)) for number in sorted(there.logs)]
-    return [*there.files, *there.parts, *logs]
+    logs = [log_key(store_id, Position(epoch, number)) for number in sorted(objects.logs)]
+    return [*objects.files, *objects.parts, *logs]
 
 
 # ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -314,8 +314,8 @@ def restore(
     with cli.owner() as store:
         label, home = label or database, kv_backups_prefix(store_id) if store_id else _home(store)
         place = _place(store, label, namespace)
-        there = lsm_backup.backups(place, label, home)
-        if not store_id and (not there or (lsn and lsn not in there)):
+        existing = lsm_backup.backups(place, label, home)
+        if not store_id and (not existing or (lsn and lsn not in existing)):
             home = lsm_backup.FORMER_HOME  # one that was made before backups had the store's identity in their names
         chosen = lsm_backup.read_backup(place, label, lsn or None, home)
         db_id = store.kvs.adopt(

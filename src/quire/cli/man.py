@@ -36,10 +36,10 @@ def main(arguments: list[str]) -> int:
 def pages() -> Mapping[str, str]:
     """File name → page, of all commands."""
     program = Program().load_all()
-    found = {"quire.1": _page(["quire"], program)}
+    pages = {"quire.1": _page(["quire"], program)}
     for words, command in _commands(["quire"], program):
-        found[f"{'-'.join(words)}.1"] = _page(words, command)
-    return found
+        pages[f"{'-'.join(words)}.1"] = _page(words, command)
+    return pages
 
 
 def _commands(words: list[str], group: click.Group) -> Iterator[tuple[list[str], click.Command]]:

@@ -142,11 +142,10 @@ def clone(
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
     reached.check("--endpoint")
     at_ms = parse_moment(at, "--at", now_ms=SystemClock().now_ms()) if at else None
-    made = cloning.clone(source, directory, at_ms=at_ms, store_id=store_id, options=options_of(reached, "objects"))
-    text = (
-        f"{made.path} is store {made.store_id}, as {made.parent_id} was at {moment(made.at_ms)} ({made.seconds:.1f} s)"
-    )
-    return Note(text=text, data=made)
+    cloned = cloning.clone(source, directory, at_ms=at_ms, store_id=store_id, options=options_of(reached, "objects"))
+    at = moment(cloned.at_ms)
+    text = f"{cloned.path} is store {cloned.store_id}, as {cloned.parent_id} was at {at} ({cloned.seconds:.1f} s)"
+    return Note(text=text, data=cloned)
 
 
 @command("ls", clones, example="quire clones ls --store ./standby")

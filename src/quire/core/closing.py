@@ -39,12 +39,12 @@ class AbandonedOnError:
             self.abandon()
 
 
-def close_all(things: Iterable[Closes]) -> None:
+def close_all(resources: Iterable[Closes]) -> None:
     """Close everything; the first failure is raised after all of it is closed."""
     failures: list[QuireError] = []
-    for thing in things:
+    for resource in resources:
         try:
-            thing.close()
+            resource.close()
         except QuireError as error:
             failures.append(error)
     if failures:

@@ -133,7 +133,7 @@ def _noting(entry: _Entry[T], clock: Clock) -> Callable[[weakref.ref[T]], None]:
     kept = weakref.ref(entry)
 
     def note(_: weakref.ref[T]) -> None:
-        if (there := kept()) is not None:
-            there.used_at = clock.monotonic()
+        if (entry := kept()) is not None:
+            entry.used_at = clock.monotonic()
 
     return note

@@ -227,8 +227,8 @@ class Upkeep:
                 if self._made.get((db_id, schedule)) == name:
                     continue
                 with manifest.read() as txn:
-                    there = has_scheduled(txn, db_id, schedule, due.since_ms)
-                if not there:
+                    exists = has_scheduled(txn, db_id, schedule, due.since_ms)
+                if not exists:
                     try:
                         self._make_snapshot(db_id, name, {SCHEDULE_TAG: schedule})
                         done.snapshots += 1

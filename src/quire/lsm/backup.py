@@ -136,8 +136,8 @@ def _send(disk: Disk, store: ObjectStore, below: str, table: SSTable) -> TableOb
         file.close()
     key = f"{below}/tables/{table.meta.sst_id:06d}-{crc:016x}.sst"
 
-    def same(there: ExistingObject) -> bool:
-        return there.info.size_bytes == table.size_bytes  # and the name has its checksum
+    def same(existing: ExistingObject) -> bool:
+        return existing.info.size_bytes == table.size_bytes  # and the name has its checksum
 
     store.put_file(key, table.path, create_only=True, identity=same)
     return TableObject(table.meta.sst_id, key, table.size_bytes, digest.hexdigest())
@@ -172,9 +172,9 @@ def prune(
     if keep < 0:
         raise InvalidInput("the number of backups to keep must not be negative", keep=keep)
     with _ONE_AT_A_TIME:
-        there = backups(store, label, home)
-        gone = there[: max(0, len(there) - keep)]
-        kept = there[len(gone) :]
+        existing = backups(store, label, home)
+        gone = existing[: max(0, len(existing) - keep)]
+        kept = existing[len(gone) :]
         needed, known = set[str](), True
         for lsn in kept:
             try:
@@ -213,10 +213,10 @@ def labels(store: ObjectStore, home: str = FORMER_HOME) -> list[str]:
 
 def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: str = FORMER_HOME) -> Backup:
     """The list of a backup; the newest one unless an lsn is given."""
-    there = backups(store, label, home)
-    if not there or (lsn is not None and lsn not in there):
+    existing = backups(store, label, home)
+    if not existing or (lsn is not None and lsn not in existing):
         raise NotFound("there is no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
-    key = _list_key(f"{home}/{label}", there[-1] if lsn is None else lsn)
+    key = _list_key(f"{home}/{label}", existing[-1] if lsn is None else lsn)
     size = store.head(key).size_bytes
     if size > LIST_BYTES_MAX:
         raise Corruption("the backup list is too large", hint=_OTHER, key=key, size=size)

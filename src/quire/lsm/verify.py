@@ -132,10 +132,10 @@ def _wals(kv: Kv) -> Iterator[KvProblem]:
         yield KvProblem(
             "V6", error.what if isinstance(error, QuireError) else "the manifest's log is missing", kv.home.manifest_log
         )
-    there = {lsm_number(name, ".log") for name in kv.disk.names(f"{kv.home.path}/wal")}
+    numbers = {lsm_number(name, ".log") for name in kv.disk.names(f"{kv.home.path}/wal")}
     for number in sorted({*state.frozen_wals, state.active_wal}):
         path = kv.home.wal(number)
-        if number not in there:
+        if number not in numbers:
             yield KvProblem("V6", "a write-ahead log is missing", path)
             continue
         try:

@@ -219,7 +219,7 @@ def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[ScheduledSnapshot
     ['hourly-2023-11-14T22', 'daily-2023-11-14']
     """
     parsed = map(parse_schedule, policy.schedules)
-    return [ScheduledSnapshot(each.every, each.name(now_ms), each.begins_ms(now_ms)) for each in parsed]
+    return [ScheduledSnapshot(schedule.every, schedule.name(now_ms), schedule.begins_ms(now_ms)) for schedule in parsed]
 
 
 def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, since_ms: int) -> bool:

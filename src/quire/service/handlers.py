@@ -192,15 +192,15 @@ class Handlers:
         return once(self._manifest, call.key, "undrop", (UndropDb,), _db_id, undrop, self._by_id)
 
     def do_purge(self, request: m.OfDropped, call: CallContext) -> DroppedDatabase:
-        found: list[DroppedDatabase] = []
+        dropped: list[DroppedDatabase] = []
 
         def do() -> DroppedDatabase:
             db_id = self._manifest.find_dropped(request.name)
-            found.extend(info for info in self._store.dropped() if info.db_id == db_id)
+            dropped.extend(info for info in self._store.dropped() if info.db_id == db_id)
             return self._store.purge(db_id)
 
         again: Callable[[Any], DroppedDatabase] = partial(msgspec.convert, type=DroppedDatabase)
-        return once(self._manifest, call.key, "purge", (DropDb,), lambda _: found[-1], do, again)
+        return once(self._manifest, call.key, "purge", (DropDb,), lambda _: dropped[-1], do, again)
 
     def do_dropped(self, _: m.Nothing, __: CallContext) -> list[DroppedDatabase]:
         return self._store.dropped()

@@ -84,8 +84,8 @@ def _refused(status: int, body: bytes) -> Exception:
     """What is raised for an answer that is none to a call."""
     again = status in AGAIN
     try:
-        told = msgspec.json.decode(body, type=Refusal)
-        return RemoteError(ErrorForm(told.error, told.message, told.hint, {}, again))
+        refusal = msgspec.json.decode(body, type=Refusal)
+        return RemoteError(ErrorForm(refusal.error, refusal.message, refusal.hint, {}, again))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         if again:
             return CallBroken(f"status {status}")

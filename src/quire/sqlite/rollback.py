@@ -116,11 +116,11 @@ def roll_back(
 def _open_version(
     manifest: ManifestStore, engine: PageEngine, store: PageStore, to: str | int | Epoch | datetime
 ) -> Snapshot:
-    found = manifest.snapshots.find(store.db_id, to) if isinstance(to, str) else to
-    if isinstance(found, SnapshotInfo):
-        return engine.open_view(store.db_id, found.snapshot_id)
+    version = manifest.snapshots.find(store.db_id, to) if isinstance(to, str) else to
+    if isinstance(version, SnapshotInfo):
+        return engine.open_view(store.db_id, version.snapshot_id)
     store.wal.sync()  # what was written may be asked for, and only what is durable can be found
-    return store.open_snapshot(at=found, tags=TAGS)
+    return store.open_snapshot(at=version, tags=TAGS)
 
 
 def _keep(manifest: ManifestStore, engine: PageEngine, db_id: int, name: str) -> SnapshotInfo | None:

@@ -202,8 +202,8 @@ def _error_of(error: Exception) -> SqlError:
         cause = error.__cause__
         if not isinstance(cause, apsw.Error | QuireError | OverflowError | TypeError | ValueError):
             return SqlError("OperationalError", str(error))
-        told = _error_of(cause)
-        return SqlError(told.kind, str(error), told.code) if isinstance(cause, _WITH_HINT) else told
+        sql_error = _error_of(cause)
+        return SqlError(sql_error.kind, str(error), sql_error.code) if isinstance(cause, _WITH_HINT) else sql_error
     wanted = translated(error) if isinstance(error, apsw.Error | QuireError) else as_sqlite3(error)
     if isinstance(wanted, Error):
         return SqlError(type(wanted).__name__, str(wanted), getattr(wanted, "sqlite_errorcode", 0))

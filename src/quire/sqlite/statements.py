@@ -242,16 +242,16 @@ class StatementRunner:
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error as one that can be told to its program."""
         if isinstance(error, apsw.TooBigError) and self._value_bytes:
-            told = f"{error}: values have at most {self._bounded:,} bytes"
+            message = f"{error}: values have at most {self._bounded:,} bytes"
             if self._bounded < self._value_bytes:
-                told += " in a row of so many columns; ask for fewer, or for parts of values"
-            raise self.too_large(told, "SQLITE_TOOBIG") from error
+                message += " in a row of so many columns; ask for fewer, or for parts of values"
+            raise self.too_large(message, "SQLITE_TOOBIG") from error
         _fail(error)
 
-    def too_large(self, told: str, code: str = TOO_LARGE) -> StatementFailed:
+    def too_large(self, message: str, code: str = TOO_LARGE) -> StatementFailed:
         """The error for what is larger than it may be; counted."""
         self._on_too_large()
-        return StatementFailed(told, code)
+        return StatementFailed(message, code)
 
     def describe(self, sql: str) -> Description:
         """What the first statement of a text is; nothing is run."""

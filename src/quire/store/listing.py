@@ -74,8 +74,8 @@ def _by_change(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
 
 
 def _by_size(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    found = ((size_bytes(txn, *match), -match[0], match) for match in _by_name(txn, wanted))
-    ordered = nlargest(wanted.limit, found) if wanted.limit else sorted(found, reverse=True)
+    sized = ((size_bytes(txn, *match), -match[0], match) for match in _by_name(txn, wanted))
+    ordered = nlargest(wanted.limit, sized) if wanted.limit else sorted(sized, reverse=True)
     return (match for _, _, match in ordered)
 
 

@@ -119,8 +119,8 @@ def mirror_status(
 
 def mirror_statuses(txn: ReadTxn, newest: Mapping[int, int] | None = None) -> list[MirrorStatus]:
     """All mirrors, by name."""
-    found = [mirror_status(txn, mirror_id, record, newest) for (mirror_id,), record in txn.scan(t.MIRROR)]
-    return sorted(found, key=lambda status: status.name)
+    statuses = [mirror_status(txn, mirror_id, record, newest) for (mirror_id,), record in txn.scan(t.MIRROR)]
+    return sorted(statuses, key=lambda status: status.name)
 
 
 class Mirrors:

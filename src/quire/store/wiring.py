@@ -330,8 +330,8 @@ class Wiring:
         """A new database that begins as another one is, or was at a snapshot (its id or name) or a moment; its id."""
         db_id, kind, in_segment = self._look(db)
         if isinstance(at, str):
-            found = self._manifest.snapshots.find(db_id, at)
-            at = found.snapshot_id if isinstance(found, SnapshotInfo) else found
+            version = self._manifest.snapshots.find(db_id, at)
+            at = version.snapshot_id if isinstance(version, SnapshotInfo) else version
         if isinstance(at, Epoch | datetime):
             if kind is not DbKind.PAGES:
                 hint = "name one of its snapshots"

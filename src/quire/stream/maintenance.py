@@ -108,11 +108,11 @@ class StreamMaintenance:
         tried in a later round."""
         if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._may_ask():
             return
-        there: dict[str, int] = {}
+        objects: dict[str, int] = {}
 
         def look(_: int) -> None:
-            nonlocal there
-            there = self._tiers.objects_there()
+            nonlocal objects
+            objects = self._tiers.objects_there()
             self._ledger.log.reconcile()
 
         view = self._ledger.view
@@ -120,11 +120,11 @@ class StreamMaintenance:
         if (remote or self._ledger.log.committed.chunk_index) and not self._try(done, 0, look):
             return
         for segment in remote:
-            if segment.key in there:
+            if segment.key in objects:
                 if segment.segment_id in self._ledger.index.needs_repair:
                     self._ledger.tell((CustomEvent(Schema.REPAIRED), segment.segment_id))
                 if not segment.warm_bytes:
-                    self.object_bytes[segment.segment_id] = there[segment.key]
+                    self.object_bytes[segment.segment_id] = objects[segment.key]
                 continue
             if not (segment.is_hot or segment.is_warm):
                 self._lost(segment.segment_id)

@@ -116,8 +116,8 @@ def publish(log: ManifestLog, result: BundleResult) -> list[str]:
     task = result.task
     if log.objects.get_bundle(task.first, task.last) is None:
         raise StalePlan("the bundle is not there", hint="run it again", key=result.key)
-    there = log.objects.own_listing().chunks
-    keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1) if index in there]
+    chunks = log.objects.own_listing().chunks
+    keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1) if index in chunks]
     log.queue_own_deletes(keys)
     return keys
 

@@ -224,13 +224,13 @@ class SharedReader:
 
     def _ask(self, position: int, stop: int) -> tuple[SharedSegment, ...]:
         segments = self._locate(position, stop, self._uploads).segments
-        there = _holding(segments, position)
-        if there is not None and self._files is None and not there.key:
+        segment = _holding(segments, position)
+        if segment is not None and self._files is None and not segment.key:
             raise InvalidInput(
                 "these records are not uploaded yet, and the store's directory is not reachable from here",
                 hint='option("upload", "auto") uploads them',
                 record=position,
-                segment=there.segment_id,
+                segment=segment.segment_id,
             )
         return segments
 

@@ -245,13 +245,13 @@ class Repair:
         if local is not None and local.header.sealed:
             return local
         try:
-            there = self._objects.fetch(number)
+            stored = self._objects.fetch(number)
         except ManifestIntegrityError as error:
             survey.notes.append(f"chunk {number} of the log in tier 2 is damaged: {error.what}")
-            there = None
-        if there is not None and local is not None:
+            stored = None
+        if stored is not None and local is not None:
             self._put_aside(survey, path, "the chunk is not sealed here, but was uploaded sealed")
-        return there if there is not None else local
+        return stored if stored is not None else local
 
     def _is_to_fetch(self, chunk: Chunk, survey: StreamSurvey) -> bool:
         path = self._log.chunk(chunk.index)
@@ -309,13 +309,13 @@ class Repair:
         """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records by LMDB."""
         known = survey.known
         bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
-        there = list_strays(self._objects, {*bases, *self._projection.ever()})
-        for key in there.doubtful:
+        stored = list_strays(self._objects, {*bases, *self._projection.ever()})
+        for key in stored.doubtful:
             survey.notes.append(f"object {key} is left alone: it belongs to an earlier owner, or its name has no store")
         taken: dict[int, tuple[SegmentFacts, int]] = {}
         end = 0
-        for segment_id in sorted(segment_id for segment_id in there.objects if segment_id > known.opened_max):
-            info = there.objects[segment_id]
+        for segment_id in sorted(segment_id for segment_id in stored.objects if segment_id > known.opened_max):
+            info = stored.objects[segment_id]
             try:
                 facts, last = read_stray(self._objects, segment_id, info)
             except (Corruption, FormatTooNew) as error:

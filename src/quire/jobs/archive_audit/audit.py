@@ -122,8 +122,8 @@ def audit_archive(
 def _was_trimmed(before: ArchiveListing, after: ArchiveListing) -> bool:
     """Whether the log begins later now, in some epoch."""
     return any(
-        there.logs and (epoch not in after.epochs or min(after.epochs[epoch].logs, default=-1) != min(there.logs))
-        for epoch, there in before.epochs.items()
+        objects.logs and (epoch not in after.epochs or min(after.epochs[epoch].logs, default=-1) != min(objects.logs))
+        for epoch, objects in before.epochs.items()
     )
 
 
@@ -160,7 +160,7 @@ def _audit(
         return
     audit.newest_at_ms = newest.at_ms if newest is not None else 0
     if oldest is None:
-        if any(there.logs for there in listing.epochs.values()):
+        if any(objects.logs for objects in listing.epochs.values()):
             audit.add("MISSING", "", "no base is whole: nothing can be restored")
         return
     audit.oldest_at_ms = oldest.at_ms
@@ -176,10 +176,10 @@ def _audit(
 def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> None:
     """Log objects that are missing between others."""
     for epoch, numbers in line.epochs:
-        there = listing.epochs[epoch].logs
+        logs = listing.epochs[epoch].logs
         if numbers:
-            for number in range(min(there), numbers.start):
-                if number not in there:
+            for number in range(min(logs), numbers.start):
+                if number not in logs:
                     key = log_key(listing.store_id, Position(epoch, number))
                     audit.add(
                         "MISSING", key, "a log object is missing; moments before the next base cannot be restored"
@@ -373,15 +373,17 @@ def _add_finding(audit: ArchiveAudit, finding: ArtifactFinding) -> None:
 def _report_orphans(first: _First, line: Line, listing: ArchiveListing, epochs_of_line: set[int], now_ms: int) -> None:
     audit, own = first.audit, first.store.url
     audit.abandoned = {
-        epoch: there.objects() for epoch, there in listing.epochs.items() if epoch not in epochs_of_line and there.logs
+        epoch: objects.objects()
+        for epoch, objects in listing.epochs.items()
+        if epoch not in epochs_of_line and objects.logs
     }
     for key, size in listing.foreign.items():
         audit.add("ORPHANED", key, "no object of an archive has such a name", size)
     newest_base = _newest_base(line)
-    for epoch, there in listing.epochs.items():
+    for epoch, objects in listing.epochs.items():
         if epoch in audit.abandoned:
             continue
-        for key, (number, size) in (*there.parts.items(), *there.files.items()):
+        for key, (number, size) in (*objects.parts.items(), *objects.files.items()):
             if key not in first.named and Position(epoch, number) < newest_base:
                 audit.add("ORPHANED", key, "no log object names it; it is trimmed when it is out of the window", size)
     for page in first.store.list_pages(store_prefix(first.store_id)):

@@ -331,7 +331,7 @@ class _Run:
 
 def _tell(mirror: str, answers: Iterable[Written]) -> None:
     """A type that changed is worth an event: queries have to know the new column."""
-    for database, column, target in {told for answer in answers for told in answer.new_types}:
+    for database, column, target in {new_type for answer in answers for new_type in answer.new_types}:
         emit("warning", "mirror.new_column_for_type", mirror=mirror, database=database, column=column, target=target)
 
 

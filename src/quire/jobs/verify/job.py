@@ -212,13 +212,13 @@ def look(
 ) -> list[ArtifactFinding]:
     """What the artifacts of a wave are. `alive` is called now and then, and may raise."""
     here = [artifact for artifact in wave if artifact[0].has_local and not runner.shares_disk]
-    there = [artifact for artifact in wave if not (artifact[0].has_local and not runner.shares_disk)]
+    readable = [artifact for artifact in wave if not (artifact[0].has_local and not runner.shares_disk)]
 
     def tick(*_: int) -> None:
         alive()
 
     answers: list[TaskResult[int, list[ArtifactFinding]]] = list(
-        runner.map(run_task, tasks(there, runner.width), tick=tick)
+        runner.map(run_task, tasks(readable, runner.width), tick=tick)
     )
     if here:
         local = ctx.thread_runner("quire-verify")

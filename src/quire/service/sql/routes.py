@@ -116,8 +116,8 @@ class SqlPart:
         """What a client asks for whose URL ends with the name of a database."""
         self._context.gate.grant(request).check_somebody()
         url = f"{request.url.scheme}://{request.headers.get('host', 'HOST')}/db/NAME/"
-        told = f"the URL of a database ends with a slash, or its name is lost: {url}"
-        return _refusal(p.WireError(told, "DATABASE_NOT_NAMED"), HTTPStatus.NOT_FOUND)
+        message = f"the URL of a database ends with a slash, or its name is lost: {url}"
+        return _refusal(p.WireError(message, "DATABASE_NOT_NAMED"), HTTPStatus.NOT_FOUND)
 
     # ── pipelines ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def pipeline(self, request: Request) -> Response:

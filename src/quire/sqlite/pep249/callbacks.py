@@ -37,8 +37,8 @@ def show(callback: object, error: BaseException) -> None:
         sys.stderr.write(f"Exception ignored in: {callback!r}\n")
         traceback.print_exception(error)
         return
-    told = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
-    hook(SimpleNamespace(**told, err_msg=None, object=callback))
+    details = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
+    hook(SimpleNamespace(**details, err_msg=None, object=callback))
 
 
 def _failure(error: BaseException, message: str) -> BaseException:

@@ -307,18 +307,18 @@ class Connection:
     def create_aggregate(self, name: str, n_arg: int, aggregate_class: Callable[[], Any] | None) -> None:
         """An aggregate function: a class with `step` and `finalize`."""
         local = self._local("create_aggregate")
-        made = None if aggregate_class is None else lambda: _aggregate(aggregate_class)
+        factory = None if aggregate_class is None else lambda: _aggregate(aggregate_class)
         try:
-            local.create_aggregate_function(name, made, n_arg)
+            local.create_aggregate_function(name, factory, n_arg)
         except (apsw.Error, ValueError) as error:
             raise OperationalError("Error creating aggregate") from error
 
     def create_window_function(self, name: str, num_params: int, aggregate_class: Callable[[], Any] | None, /) -> None:
         """A window function: a class with `step`, `inverse`, `value` and `finalize`."""
         local = self._local("create_window_function")
-        made = None if aggregate_class is None else lambda: callbacks.Aggregate(aggregate_class)
+        factory = None if aggregate_class is None else lambda: callbacks.Aggregate(aggregate_class)
         try:
-            local.create_window_function(name, made, num_params)
+            local.create_window_function(name, factory, num_params)
         except (apsw.Error, ValueError) as error:
             raise ProgrammingError(f"Error creating window function: {error}") from error
 
