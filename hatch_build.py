@@ -1,7 +1,7 @@
-"""Builds the C part of the VFS (`src/quire/sqlite/vfs_shim.c`) into what is installed, where that is possible.
+"""Builds the parts in C (`LIBRARIES`, in `src/quire/sqlite`) into what is installed, where that is possible.
 
-It needs a C compiler (`CC`, or `cc`) and SQLite's header `sqlite3ext.h`. Without them, or with `QUIRE_PURE=1`, the wheel is the
-pure one; `quire doctor` says which was built. Nothing here makes an install fail.
+They need a C compiler (`CC`, or `cc`), and that of the VFS SQLite's header `sqlite3ext.h`. With neither of them, or with
+`QUIRE_PURE=1`, the wheel is the pure one; `quire doctor` says which were built. Nothing here makes an install fail.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "src/quire/sqlite/vfs_shim.c"
-LIBRARY = "libquirevfs.so"
+SOURCES = "src/quire/sqlite"
+LIBRARIES = {"vfs_shim.c": "libquirevfs.so", "leaf_columns.c": "libquireleaves.so"}
 COMPILER_SECONDS = 120
 
 
@@ -25,17 +25,20 @@ class ShimHook(BuildHookInterface):
     """Called by hatchling for each wheel, and for an editable install, which is a wheel to it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the library, and put it into the wheel; of an editable install, beside its source."""
-        source = Path(self.root, SOURCE)
+        """Build the libraries, and put them into the wheel; of an editable install, beside their sources."""
+        sources = Path(self.root, SOURCES)
         if version == "editable":
-            target = source.with_name(LIBRARY)
-            target.unlink(missing_ok=True)  # of another version, or of another machine
-            self._build(source, target)
+            for name, library in LIBRARIES.items():
+                target = sources / library
+                target.unlink(missing_ok=True)  # of another version, or of another machine
+                self._build(sources / name, target)
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="quire-build-")
-        target = Path(self._scratch.name, LIBRARY)
-        if self._build(source, target):
-            build_data["force_include"][str(target)] = f"quire/sqlite/{LIBRARY}"
+        for name, library in LIBRARIES.items():
+            target = Path(self._scratch.name, library)
+            if not self._build(sources / name, target):
+                continue
+            build_data["force_include"][str(target)] = f"quire/sqlite/{library}"
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"  # it knows nothing of Python
@@ -58,7 +61,7 @@ class ShimHook(BuildHookInterface):
         if failure or not target.exists():
             target.unlink(missing_ok=True)
             self.app.display_warning(
-                f"quire is installed without its C part, which makes reads faster: {failure.strip()[:500]}"
+                f"quire is installed without {target.name}, which makes reads faster: {failure.strip()[:500]}"
             )
             return False
         return True

@@ -52,6 +52,7 @@ EXECUTOR_SAFE = [
     "quire.spark.access",
     "quire.spark.sources.*",
     "quire.sqlite.arrow_rows",
+    "quire.sqlite.leaf_columns",
     "quire.sqlite.read_ahead",
     "quire.sqlite.tables",
     "quire.sqlite.where_clause",

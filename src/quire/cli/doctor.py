@@ -49,7 +49,7 @@ from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
 from quire.service.sockets import find_owner
 from quire.spark.java import find_java
-from quire.sqlite.shim_library import shim_build
+from quire.sqlite.shim_library import leaves_build, shim_build
 from quire.store.info import archive_beside
 from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
 from quire.store.object_location import NOT_NEEDED, is_inside, open_place, place_of, state_beside
@@ -189,9 +189,10 @@ def _version(package: str) -> str:
 
 def _sqlite() -> CheckResult:
     """Which of the two ways answers SQLite: both are right, one is slower."""
-    shim = shim_build()
+    shim, leaves = shim_build(), leaves_build()
     way = "small reads are answered in C" if shim.path else f"small reads are answered in Python: {shim.reason}"
-    return CheckResult("sqlite", "ok", f"{_version('apsw')} (apsw), {way}", shim.remedy)
+    spark = "tables are decoded for Spark in C" if leaves.path else f"tables are decoded by SQLite: {leaves.reason}"
+    return CheckResult("sqlite", "ok", f"{_version('apsw')} (apsw), {spark}, {way}", shim.remedy or leaves.remedy)
 
 
 def _java() -> CheckResult:

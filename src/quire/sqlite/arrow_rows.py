@@ -1,4 +1,4 @@
-"""Rows of a SQLite table as Arrow batches: row by row, or whole columns put together by SQLite itself.
+"""Rows of a SQLite table as Arrow batches: columns from the leaves of its tree, columns put together by SQLite, or row by row.
 
 Terms
   misfit   a value that is not of its column's type: SQLite stores any value in any column
@@ -8,20 +8,23 @@ Terms
   `string` every number is read as SQLite prints it, as `double` every whole number as the nearest one, and as `binary` every
   text and number as the UTF-8 of its text. `date` and `timestamp` (of a schema the user gives) are read from ISO
   text, `timestamp` also from seconds since 1970; `decimal` from text and numbers.
-- Windows are for tables with rowids whose wanted columns are `bigint` with integer affinity or `string` with text affinity:
+- Leaves (`leaf_columns.py`) go first: without a condition, where the C part is built, for columns whose records say what SQLite
+  would.
+- Else windows, for tables with rowids whose wanted columns are `bigint` with integer affinity or `string` with text affinity:
   their JSON says exactly what is stored. With a condition SQLite is asked for rows: an index may answer better than a walk
-  through windows.
+  through the table.
 - A window that is not plain (a misfit, a BLOB, a text that is no UTF-8) is read again row by row, which names the misfit.
 - Windows follow each other without a gap, and become wider or narrower so that their texts have about `WINDOW_BYTES`. One
   whose text would pass `TEXT_BYTES_MAX` is refused by SQLite before it is made, and is taken in smaller ones.
 
-Rows through apsw take about 350 ns each before Arrow sees one of them; a window takes less than that for columns in Arrow.
+Rows through apsw take about 350 ns each before Arrow sees one of them; a window takes less than that for columns in Arrow, and
+leaves a third of it (docs/decisions/075-columns-from-leaves.md).
 Importable on executors. Raises `InvalidInput` for misfits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +40,7 @@ import pyarrow as pa
 
 from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
+from quire.sqlite.leaf_columns import AsRows, LeafDecoder, LeafPages, leaf_batches
 from quire.sqlite.tables import DATABASE, SqliteTable, affinity, quoted
 from quire.sqlite.trees import EVERYTHING, Rowids
 
@@ -182,22 +186,25 @@ def table_batches(
     query: ColumnQuery,
     rowids: Rowids = EVERYTHING,
     *,
+    pages: LeafPages,
     where: str = "",
     in_order: bool = False,
     null_misfits: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a table in a range of rowids, in small batches; in the order of its key if that is asked for.
 
-    `where` is a condition that was checked. Where columns come through JSON unchanged they are read in windows.
+    `where` is a condition that was checked, `pages` what the connection reads.
     """
 
     def as_rows(some: Rowids) -> Iterator[pa.RecordBatch]:
         sql, values = _select(query, some, where, in_order)
         return row_batches(iter(connection.execute(sql, values)), query.schema, null_misfits=null_misfits)
 
-    if not where and query.is_allowed:
-        return windows(connection, query, rowids, as_rows)
-    return as_rows(rowids)
+    if where:
+        return as_rows(rowids)
+    if (decoder := LeafDecoder.of(pages, query.table, query.decoded)) is not None:
+        return leaf_batches(pages, query.table.root, decoder, rowids, query.batch_of_leaves, as_rows)
+    return windows(connection, query, rowids, as_rows) if query.is_allowed else as_rows(rowids)
 
 
 def _select(query: ColumnQuery, rowids: Rowids, where: str, in_order: bool) -> tuple[str, list[Any]]:
@@ -234,8 +241,6 @@ FIRST_ROWIDS = 1_024
 LENGTH, TOO_BIG = 0, 18
 """SQLite's numbers for its limit of a value's length, and for passing it."""
 
-AsRows = Callable[[Rowids], Iterator[pa.RecordBatch]]
-
 _KINDS = {pa.int64(): "integer", pa.string(): "text"}
 _whole_numbers = msgspec.json.Decoder(list[int]).decode
 _WITH_NULLS: dict[pa.DataType, msgspec.json.Decoder[Any]] = {
@@ -250,7 +255,7 @@ class _Odd(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ColumnQuery:
-    """What is asked of a table, if its columns come through JSON unchanged."""
+    """What is asked of a table."""
 
     table: SqliteTable
     schema: pa.Schema
@@ -268,8 +273,22 @@ class ColumnQuery:
 
     @property
     def stored(self) -> list[pa.Field]:
-        """The columns that the table has."""
+        """The columns that are the table's, all but that which names the database."""
         return [field for field in self.schema if not (self.database and field.name == DATABASE)]
+
+    @property
+    def decoded(self) -> list[tuple[str, pa.DataType]]:
+        """(name, type) of the columns that its records have to have."""
+        return [
+            (field.name, field.type)
+            for field in self.stored
+            if not self.null_missing or self.table.column(field.name) is not None
+        ]
+
+    def batch_of_leaves(self, rows: int, arrays: list[pa.Array]) -> pa.RecordBatch:
+        """A batch of the columns that were decoded."""
+        decoded = {name: array for (name, _), array in zip(self.decoded, arrays, strict=True)}
+        return self._batch(rows, decoded)
 
     def sql(self) -> str:
         """(rows, a text for each column) of a window."""
@@ -289,8 +308,15 @@ class ColumnQuery:
             field.name: _column(text.encode(), field.type, rows)
             for field, text in zip(self.stored, arrays, strict=True)
         }
+        return self._batch(rows, stored)
+
+    def _batch(self, rows: int, stored: dict[str, pa.Array]) -> pa.RecordBatch:
         columns = [
-            stored[field.name] if field.name in stored else pa.array([self.database], pa.string()).take([0] * rows)
+            stored[field.name]
+            if field.name in stored
+            else pa.repeat(
+                pa.scalar(self.database if self.database and field.name == DATABASE else None, field.type), rows
+            )
             for field in self.schema
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)

@@ -5,6 +5,8 @@ Importable on executors. Thread: one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.core.limits import MIB
 from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.view import ViewReader
@@ -45,6 +47,13 @@ class ReadAhead:
         self._images.update(self._reader.read_pages(wanted, cold=frames > 1 and slots <= self._slots))
         self._slots |= slots
         return self._images[page]
+
+    def read_pages(self, pages: Sequence[int]) -> dict[int, bytes]:
+        """Pages that are read once, page → image: past the cache, if their chunks are open."""
+        slots = {page // self._pages_per_chunk for page in pages}
+        images = self._reader.read_pages(pages, cold=slots <= self._slots)
+        self._slots |= slots
+        return images
 
     def close(self) -> None:
         """Let the pages go."""

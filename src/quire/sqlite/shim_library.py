@@ -1,4 +1,5 @@
-"""Whether the C part of the VFS (`vfs_shim.c`) is built, for who wants to know without loading SQLite.
+"""Whether the parts in C are built, for who wants to know without loading SQLite: that of the VFS (`vfs_shim.c`), and the
+decoder of leaves (`leaf_columns.c`).
 
 Threads: any. Executor-safe.
 """
@@ -16,6 +17,10 @@ SWITCH = "QUIRE_PURE"
 VERSION = 1
 """Of `vfs_shim.c`: a library that was built from another one is not used."""
 
+LEAVES_LIBRARY = Path(__file__).with_name("libquireleaves.so")
+LEAVES_VERSION = 1
+"""Of `leaf_columns.c`."""
+
 NEEDED = "install a C compiler and sqlite3ext.h (Debian: gcc, libsqlite3-dev)"
 AGAIN = "install quire again"
 
@@ -29,20 +34,29 @@ class ShimBuild(NamedTuple):
 
 
 def shim_build() -> ShimBuild:
-    """As of now: the switch is read each time, the library once."""
+    """The part of the VFS, as of now: the switch is read each time, the library once."""
+    return _build(LIBRARY, "quire_shim_version", VERSION)
+
+
+def leaves_build() -> ShimBuild:
+    """The decoder of leaves, as of now."""
+    return _build(LEAVES_LIBRARY, "quire_leaves_version", LEAVES_VERSION)
+
+
+def _build(library: Path, function: str, version: int) -> ShimBuild:
     if os.environ.get(SWITCH, "") not in ("", "0"):
         return ShimBuild(reason=f"switched off by {SWITCH}")
-    return _examine(str(LIBRARY))
+    return _examine(str(library), function, version)
 
 
 @cache
-def _examine(path: str) -> ShimBuild:
+def _examine(path: str, function: str, wanted: int) -> ShimBuild:
     if not os.path.exists(path):
         return ShimBuild(reason="the C part is not built", remedy=f"{NEEDED}, then {AGAIN}")
     try:
-        version = ctypes.CDLL(path).quire_shim_version()
+        version = ctypes.CDLL(path)[function]()
     except (AttributeError, OSError) as error:
         return ShimBuild(reason=f"the C part cannot be loaded: {error}", remedy=AGAIN)
-    if version != VERSION:
+    if version != wanted:
         return ShimBuild(reason="the C part is of another version of quire", remedy=AGAIN)
     return ShimBuild(path)

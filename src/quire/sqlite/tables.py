@@ -28,7 +28,11 @@ DATABASE = "_database"
 
 ROWID_NAMES = ("rowid", "_rowid_", "oid")
 
-_HIDDEN = 1
+ROWID = -1
+"""The place of a column that is the rowid by another name."""
+
+_HIDDEN, _VIRTUAL = 1, 2
+"""Of a virtual table's; computed when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,10 @@ class Column:
 
     name: str
     declared: str
+    place: int | None
+    """Of its value in a record; `ROWID` if it is the rowid, `None` if it is in no record."""
+    default: str | None
+    """What it is in records that were written before it was added; `None` for NULL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +84,8 @@ def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
             "the database has no such table", hint=f"it has: {', '.join(known)}", table=name, database=database
         )
     _, name, kind, without_rowid = listed
-    info = _all(connection, "SELECT name, type, pk, hidden FROM pragma_table_xinfo(?)", name)
-    columns = tuple(Column(column, declared or "") for column, declared, _, hidden in info if hidden != _HIDDEN)
+    info = _all(connection, "SELECT name, type, pk, hidden, dflt_value FROM pragma_table_xinfo(?)", name)
+    columns = tuple(_columns(info, _rowid_alias(connection, name, info) if not without_rowid else ""))
     taken = {column.name.lower() for column in columns}
     free = next((alias for alias in ROWID_NAMES if alias not in taken), "")
     has_rowid = kind == "table" and not without_rowid
@@ -90,6 +98,26 @@ def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
         rowid=free if has_rowid else "",
         key=key,
     )
+
+
+def _columns(info: list[tuple[Any, ...]], alias: str) -> Iterator[Column]:
+    stored = 0
+    for name, declared, _, hidden, default in info:
+        if hidden == _HIDDEN:
+            continue
+        place = None if hidden == _VIRTUAL else ROWID if name == alias else stored
+        stored += hidden != _VIRTUAL  # the rowid's has a NULL in each record
+        yield Column(name, declared or "", place, None if (default or "").upper() == "NULL" else default)
+
+
+def _rowid_alias(connection: Connection, table: str, info: list[tuple[Any, ...]]) -> str:
+    """The column that is the rowid; empty if none is."""
+    key = [(name, declared) for name, declared, pk, *_ in info if pk]
+    if len(key) != 1 or (key[0][1] or "").upper() != "INTEGER":
+        return ""
+    # `INTEGER PRIMARY KEY DESC` is a column like any other, and has an index.
+    has_index = _all(connection, "SELECT 1 FROM pragma_index_list(?) WHERE origin = 'pk'", table)
+    return "" if has_index else str(key[0][0])
 
 
 def declared_type(declared: str) -> pa.DataType | None:

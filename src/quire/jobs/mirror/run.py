@@ -237,7 +237,7 @@ class _Writer:
     def _from_sqlite(self, source: Source, view: SnapshotView) -> Iterator[pa.RecordBatch]:
         if not view.size_pages:
             return  # nothing was ever written
-        with view.open(self._tools.sources) as reader, connected(ReadAhead(reader)) as connection:
+        with view.open(self._tools.sources) as reader, connected(pages := ReadAhead(reader)) as connection:
             try:
                 table = find_table(connection, self._task.table, source.database)
             except NotFound:
@@ -247,7 +247,8 @@ class _Writer:
                 [(DATABASE, pa.string()), *((own, _read_as(kind, column[1])) for own, kind, column in places)]
             )
             query = ColumnQuery(table, wanted, source.database)
-            rows = table_batches(connection, query, in_order=True, null_misfits=self._task.null_misfits)
+            misfits = self._task.null_misfits
+            rows = table_batches(connection, query, pages=pages, in_order=True, null_misfits=misfits)
             names = {column[0]: own for own, _, column in places}
             try:
                 for batch in gathered(rows):

@@ -4,8 +4,9 @@
         .option("table", "orders").option("snapshot", "monday").load())
     df.write.format("quire.sqlite").mode("append").options(store=path, database="shop", table="orders").save()
 
-Reading: executors read chunks with SQLite's own code over a read-only file system (`quire.sqlite.files`); the owner is
-asked when the query is planned, and not again.
+Reading: executors read chunks, decode the leaves of tables (`sqlite/leaf_columns.py`), and ask SQLite's own code over a
+read-only file system (`quire.sqlite.files`) for everything that is not plain; the owner is asked when the query is planned, and
+not again.
 
 - A large table is cut into ranges of rowids (`sqlite_tables.py`); a database below `PIECE_BYTES` is one piece.
 - With `databases` rows begin with `_database`, the name of theirs.
@@ -133,21 +134,22 @@ class SqliteReader(PiecesReader):
 
     def batches(self, part: list[ViewPiece[Rowids]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for piece in part:
-            with opened(piece.version) as source, connected(ReadAhead(source)) as connection:
+            with opened(piece.version) as source, connected(pages := ReadAhead(source)) as connection:
                 if (table := self._find(connection, piece.version)) is not None:
-                    yield from gathered(self._rows(connection, table, piece, schema))
+                    yield from gathered(self._rows(connection, pages, table, piece, schema))
 
     def _rows(
-        self, connection: Connection, table: SqliteTable, piece: ViewPiece[Rowids], wanted: pa.Schema
+        self, connection: Connection, pages: ReadAhead, table: SqliteTable, piece: ViewPiece[Rowids], wanted: pa.Schema
     ) -> Iterator[pa.RecordBatch]:
-        """Read a piece: whole numbers and texts as columns put together by SQLite, the rest row by row."""
+        """Read a piece: columns from leaves, what is not plain there from SQLite, with a condition everything."""
         if self.query.where:  # databases of one pattern may have different columns
             check_condition(connection, table.name, self.query.where, database=piece.version.database)
         query = ColumnQuery(
             table, wanted, piece.version.database if self.request.is_many else "", self.query.null_missing
         )
         where = bracketed(self.query.where) if self.query.where else ""
-        return table_batches(connection, query, piece.part, where=where, null_misfits=self.query.null_misfits)
+        misfits = self.query.null_misfits
+        return table_batches(connection, query, piece.part, pages=pages, where=where, null_misfits=misfits)
 
 
 def described(client: Client, request: VersionRequest, options: Options) -> StructType:

@@ -1,0 +1,317 @@
+"""Columns of a SQLite table taken from the leaves of its B-tree, without an object of Python's for each value.
+
+Terms
+  leaf    a page of rows; interior pages say which rowids it may hold (`trees.py`)
+  plain   a row whose wanted values are in its page, and are of their columns' types; NULLs are
+  odd     any other row: a misfit, a value that continues in overflow pages, a column with a default that was added later
+
+Rules
+  1. Plain rows are decoded in C (`leaf_columns.c`). Odd ones are SQLite's, by ranges of rowids: what it says about them,
+     misfits and errors included, is the answer.
+  2. A page that is not a leaf, cells that do not fit into their page, rowids that do not rise: SQLite reads that range.
+  3. Pages are untrusted. Nothing is allocated for more rows than a page can hold, nor for more than `PAGE_VALUES_MAX` values or
+     the bytes of the pages.
+
+Only tables with rowids in databases whose texts are UTF-8, and columns of types that `_KINDS` has: `LeafDecoder.of` is `None`
+for others, and where the C part is not built. docs/decisions/075-columns-from-leaves.md has the reasons and the measurement.
+
+Threads: any; a decoder keeps nothing between calls. Executor-safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from struct import error as StructError  # noqa: N812 - it is a class
+from struct import unpack_from
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from quire.core.errors import OutOfRange
+from quire.core.limits import MIB
+from quire.sqlite.shim_library import leaves_build
+from quire.sqlite.tables import ROWID, SqliteTable, affinity
+from quire.sqlite.trees import Leaf, Rowids, Unreadable, by_number, leaves_within
+
+READ_BYTES = 4 * MIB
+"""Of leaves that are read together."""
+VALUES_MAX = 1 << 16
+"""Decoded together, if a page has no more: they fit the processor's cache."""
+PAGE_VALUES_MAX = 1 << 22
+"""If one page has more, it is SQLite's."""
+CELL_BYTES_MIN = 6
+"""Of a row: its place in the array of cells, and the shortest cell that SQLite makes."""
+GAP_ROWS = 32
+"""Odd rows with fewer plain ones between them are asked for together."""
+ODD_SHARE_MAX = 0.25
+"""Of rows that are decoded together: if more are odd, SQLite reads all of them."""
+
+WHOLE, DOUBLE, TEXT, BLOB = range(4)
+_KINDS = {pa.int64(): WHOLE, pa.bool_(): WHOLE, pa.float64(): DOUBLE, pa.string(): TEXT, pa.binary(): BLOB}
+_ENCODING_UTF8 = 1
+_USABLE_MIN = 480
+"""The least that SQLite allows of a page."""
+
+AsRows = Callable[[Rowids], Iterator[pa.RecordBatch]]
+"""SQLite's rows of a range."""
+AsBatch = Callable[[int, list[pa.Array]], pa.RecordBatch]
+"""A batch of so many rows of decoded columns."""
+
+
+class LeafPages(Protocol):
+    """Pages as quire numbers them, from 0."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def size_pages(self) -> int: ...
+
+    def read_page(self, page: int, /) -> bytes: ...
+
+    def read_pages(self, pages: Sequence[int], /) -> dict[int, bytes]: ...
+
+
+class _Column(ctypes.Structure):
+    """`Column` of `leaf_columns.c`."""
+
+    _fields_ = (
+        ("place", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("is_null_absent", ctypes.c_int64),
+        ("nulls", ctypes.c_int64),
+        ("valid", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+    )
+
+
+class _Library:
+    """The functions of the library; the interpreter's lock is given up while they run."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        self.columns = library.quire_leaf_columns
+        self.columns.argtypes = [
+            ctypes.c_char_p, number, number, number, ctypes.POINTER(_Column), number, number, pointer, pointer
+        ]  # fmt: skip
+        self.columns.restype = number
+        self.texts = library.quire_leaf_texts
+        self.texts.argtypes = [ctypes.c_char_p, pointer, pointer, number, pointer]
+        self.texts.restype = None
+
+
+@cache
+def _load(path: str) -> _Library:
+    return _Library(ctypes.CDLL(path))
+
+
+@dataclass(frozen=True, slots=True)
+class WantedColumn:
+    """A column of the answer."""
+
+    type: pa.DataType
+    kind: int
+    place: int
+    """Of its value in a record; `ROWID` if it is the rowid."""
+    is_null_absent: bool
+    """Whether a record that ends before it means NULL."""
+
+    @classmethod
+    def of(cls, table: SqliteTable, name: str, kind: pa.DataType) -> WantedColumn | None:
+        """`None` if records do not say what SQLite would."""
+        column = table.column(name)
+        if column is None or column.place is None or kind not in _KINDS:
+            return None
+        taken = _KINDS[kind]
+        if taken == WHOLE and affinity(column.declared) == "real":
+            return None  # SQLite makes doubles of them
+        if taken >= TEXT and column.place == ROWID:
+            return None
+        return cls(kind, taken, column.place, column.default is None)
+
+
+class Decoded(NamedTuple):
+    """The rows of some leaves."""
+
+    rowids: npt.NDArray[np.int64]
+    is_odd: npt.NDArray[np.bool_]
+    arrays: list[pa.Array]
+    """In the order of the wanted columns. What they say for odd rows has no meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDecoder:
+    """Takes columns from the leaves of one table."""
+
+    columns: tuple[WantedColumn, ...]
+    page_size: int
+    usable: int
+    """Bytes of a page that SQLite uses."""
+    library: _Library
+
+    @classmethod
+    def of(cls, pages: LeafPages, table: SqliteTable, wanted: Sequence[tuple[str, pa.DataType]]) -> LeafDecoder | None:
+        """A decoder for these columns of a table; `None` if SQLite has to read them."""
+        build = leaves_build()
+        columns = [WantedColumn.of(table, name, kind) for name, kind in wanted]
+        known = tuple(column for column in columns if column is not None)
+        has_tree = bool(table.rowid and table.root and pages.size_pages)
+        if not (build.path and has_tree and known) or len(known) < len(columns):
+            return None
+        try:
+            first = pages.read_page(0)
+            usable = pages.page_size - first[20]
+            (encoding,) = unpack_from(">I", first, 56)
+        except (StructError, IndexError):
+            return None
+        if encoding != _ENCODING_UTF8 or usable < _USABLE_MIN:
+            return None
+        return cls(known, pages.page_size, usable, _load(build.path))
+
+    def decode(self, images: Sequence[bytes]) -> Decoded:
+        """The rows of leaves. `Unreadable` if a page is none, or a text is no UTF-8."""
+        counts = [int.from_bytes(image[3:5]) for image in images]
+        rows = sum(counts)
+        if max(counts) > self.usable // CELL_BYTES_MIN or rows * len(self.columns) > PAGE_VALUES_MAX:
+            raise Unreadable(0)
+        data = b"".join(images)
+        if len(data) != len(images) * self.page_size:
+            raise Unreadable(0)
+        rowids, is_odd = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        given = (_Column * len(self.columns))()
+        order = sorted(range(len(self.columns)), key=lambda number: self.columns[number].place)
+        buffers = {number: _Buffers(self.columns[number], rows, given[at]) for at, number in enumerate(order)}
+        taken = self.library.columns(
+            data, len(images), self.page_size, self.usable, given, len(given), rows, rowids.ctypes.data, is_odd.ctypes.data
+        )  # fmt: skip
+        if taken != rows:
+            raise Unreadable(0)
+        return Decoded(rowids, is_odd, [buffers[number].array(data, self.library) for number in range(len(order))])
+
+
+class _Buffers:
+    """What C writes a column into."""
+
+    def __init__(self, column: WantedColumn, rows: int, given: _Column) -> None:
+        self._column, self._rows, self._given = column, rows, given
+        self._valid = np.zeros((rows + 7) // 8, np.uint8)
+        given.place, given.kind, given.is_null_absent = column.place, column.kind, column.is_null_absent
+        given.valid = self._valid.ctypes.data
+        if column.kind >= TEXT:
+            self._offsets, self._positions = np.zeros(rows + 1, np.int32), np.empty(rows, np.int32)
+            given.offsets, given.positions = self._offsets.ctypes.data, self._positions.ctypes.data
+        else:
+            self._values = np.empty(rows, np.int64)
+            given.values = self._values.ctypes.data
+
+    def array(self, pages: bytes, library: _Library) -> pa.Array:
+        """What was written."""
+        valid = pa.py_buffer(self._valid) if self._given.nulls else None
+        kind = self._column.type
+        if self._column.kind < TEXT:
+            stored = pa.int64() if pa.types.is_boolean(kind) else kind
+            return pa.Array.from_buffers(stored, self._rows, [valid, pa.py_buffer(self._values)]).cast(kind)
+        texts = np.empty(int(self._offsets[-1]), np.uint8)
+        library.texts(pages, self._given.positions, self._given.offsets, self._rows, texts.ctypes.data)
+        buffers = [valid, pa.py_buffer(self._offsets), pa.py_buffer(texts)]
+        array = pa.Array.from_buffers(kind, self._rows, buffers)
+        if self._column.kind == TEXT and texts.size and texts.max() >= 0x80:
+            try:
+                array.validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise Unreadable(0) from error  # SQLite gives it as it is, and who asked says what that means
+        return array
+
+
+# ── a range of rowids ─────────────────────────────────────────────────────────────────────────────────────────────────
+def leaf_batches(
+    pages: LeafPages, root: int, decoder: LeafDecoder, rowids: Rowids, as_batch: AsBatch, as_rows: AsRows
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a range, in order."""
+    for span, leaves, images in _steps(pages, root, decoder, rowids):
+        decoded = _decoded(decoder, leaves, images)
+        if decoded is None:
+            yield from as_rows(span)
+            continue
+        batch = as_batch(len(decoded.rowids), decoded.arrays)
+        for first, last, is_plain in _runs(decoded, span):
+            if is_plain:
+                yield batch.slice(first, last - first + 1)
+            else:
+                yield from as_rows((int(decoded.rowids[first]), int(decoded.rowids[last])))
+
+
+def _steps(
+    pages: LeafPages, root: int, decoder: LeafDecoder, rowids: Rowids
+) -> Iterator[tuple[Rowids, list[Leaf], list[bytes]]]:
+    """(range, its leaves, their images), without a gap. No leaves if SQLite has to find them."""
+    start, last = rowids
+    try:
+        for leaves in _read_together(leaves_within(by_number(pages), root, rowids, pages.size_pages), pages.page_size):
+            images = pages.read_pages([leaf.page - 1 for leaf in leaves])
+            for some in _decoded_together(leaves, images, VALUES_MAX // len(decoder.columns)):
+                stop = min(some[-1].last, last)
+                yield (start, stop), some, [images[leaf.page - 1] for leaf in some]
+                start = stop + 1
+    except (Unreadable, OutOfRange):
+        yield (start, last), [], []
+
+
+def _read_together(leaves: Iterator[list[Leaf]], page_size: int) -> Iterator[list[Leaf]]:
+    waiting: list[Leaf] = []
+    for some in leaves:
+        waiting += some
+        if len(waiting) * page_size >= READ_BYTES:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
+
+
+def _decoded_together(leaves: list[Leaf], images: dict[int, bytes], rows_max: int) -> Iterator[list[Leaf]]:
+    """Leaves of about so many rows, by what they say themselves; at least one."""
+    begin = rows = 0
+    for end, leaf in enumerate(leaves):
+        rows += int.from_bytes(images[leaf.page - 1][3:5])
+        if rows > rows_max and end > begin:
+            yield leaves[begin:end]
+            begin, rows = end, 0
+    yield leaves[begin:]
+
+
+def _decoded(decoder: LeafDecoder, leaves: list[Leaf], images: list[bytes]) -> Decoded | None:
+    """The rows of leaves; `None` if SQLite has to read them."""
+    if not leaves:
+        return None
+    try:
+        decoded = decoder.decode(images)
+    except Unreadable:
+        return None
+    rowids = decoded.rowids
+    is_rising = bool((rowids[1:] > rowids[:-1]).all())
+    is_inside = leaves[0].first <= rowids[0] and rowids[-1] <= leaves[-1].last
+    return decoded if is_rising and is_inside else None
+
+
+def _runs(decoded: Decoded, span: Rowids) -> Iterator[tuple[int, int, bool]]:
+    """(first row, last row, whether they are plain) of the rows in a range of rowids."""
+    start = int(np.searchsorted(decoded.rowids, span[0]))
+    stop = int(np.searchsorted(decoded.rowids, span[1], "right"))
+    odd = start + np.flatnonzero(decoded.is_odd[start:stop])
+    if len(odd) > ODD_SHARE_MAX * (stop - start):
+        yield start, stop - 1, False
+        return
+    for run in np.split(odd, np.flatnonzero(np.diff(odd) > GAP_ROWS) + 1) if len(odd) else ():
+        if start < run[0]:
+            yield start, int(run[0]) - 1, True
+        yield int(run[0]), int(run[-1]), False
+        start = int(run[-1]) + 1
+    if start < stop:
+        yield start, stop - 1, True

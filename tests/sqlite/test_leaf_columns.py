@@ -1,0 +1,392 @@
+"""Columns that are taken from leaves are those that SQLite's rows make, whatever is in the table and in damaged pages."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import InvalidInput, OutOfRange
+from quire.sqlite import leaf_columns, shim_library
+from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, table_batches
+from quire.sqlite.column_types import sampled
+from quire.sqlite.leaf_columns import LeafDecoder, leaf_batches
+from quire.sqlite.tables import connected, find_table
+from quire.sqlite.trees import EVERYTHING, LEAST, MOST, Rowids, Unreadable, by_number, leaves_within
+
+SOURCE = Path(leaf_columns.__file__).with_suffix(".c")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The decoder as its source is now."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    target = tmp_path_factory.mktemp("leaves") / "libquireleaves.so"
+    flags = os.environ.get("QUIRE_TEST_CFLAGS", "-O2").split()
+    subprocess.run(["cc", *flags, "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-o", target, SOURCE], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shim_library, "LEAVES_LIBRARY", target)
+        patch.delenv(shim_library.SWITCH, raising=False)
+        yield
+
+
+class Pages:
+    """The pages of a database in memory."""
+
+    lsn = 1
+
+    def __init__(self, data: bytes) -> None:
+        size = int.from_bytes(data[16:18])
+        self.page_size = 65_536 if size == 1 else size
+        self.images = [data[at : at + self.page_size] for at in range(0, len(data), self.page_size)]
+
+    @property
+    def size_pages(self) -> int:
+        return len(self.images)
+
+    def read_page(self, page: int) -> bytes:
+        return self.read_pages([page])[page]
+
+    def read_pages(self, pages: Sequence[int]) -> dict[int, bytes]:
+        if not all(0 <= page < len(self.images) for page in pages):
+            raise OutOfRange("no such page", pages=pages)
+        return {page: self.images[page] for page in pages}
+
+    def close(self) -> None:
+        pass
+
+
+def pages_of(connection: apsw.Connection) -> Pages:
+    return Pages(connection.serialize("main"))
+
+
+class Read:
+    """A table, read both ways."""
+
+    def __init__(self, pages: Pages, wanted: list[tuple[str, pa.DataType]] | None = None, *, null_misfits: bool = True):
+        self.pages, self.null_misfits = pages, null_misfits
+        with connected(pages) as connection:
+            self.table = find_table(connection, "t", "db")
+            self.schema = pa.schema(
+                wanted or [(each.name, each.type) for each in sampled(connection, self.table, pages)]
+            )
+        self.asked: list[Rowids] = []
+        """What was left to SQLite."""
+
+    def leaves(self, span: Rowids = EVERYTHING) -> list[tuple[Any, ...]]:
+        query = ColumnQuery(self.table, self.schema)
+        decoder = LeafDecoder.of(self.pages, self.table, query.decoded)
+        assert decoder is not None
+        with connected(self.pages) as connection:
+
+            def as_rows(some: Rowids) -> Iterator[pa.RecordBatch]:
+                self.asked.append(some)
+                return self._rows(connection, some)
+
+            made = leaf_batches(self.pages, self.table.root, decoder, span, query.batch_of_leaves, as_rows)
+            return listed(made)
+
+    def rows(self, span: Rowids = EVERYTHING) -> list[tuple[Any, ...]]:
+        with connected(self.pages) as connection:
+            return listed(self._rows(connection, span))
+
+    def _rows(self, connection: apsw.Connection, span: Rowids) -> Iterator[pa.RecordBatch]:
+        names = ", ".join(f'"{name}"' for name in self.schema.names)
+        where = "" if span == EVERYTHING else f" WHERE {self.table.rowid} BETWEEN {span[0]} AND {span[1]}"
+        found = connection.execute(f"SELECT {names} FROM t NOT INDEXED{where} ORDER BY {self.table.rowid}")
+        return row_batches(iter(found), self.schema, null_misfits=self.null_misfits)
+
+
+def listed(made: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
+    """Rows, with -0.0 told from 0.0 and True from 1."""
+    batches = []
+    for batch in gathered(made):
+        batch.validate(full=True)
+        batches.append(batch)
+    return [tuple(map(repr, row.values())) for batch in batches for row in batch.to_pylist()]
+
+
+def outcome(read: Any, *arguments: Any) -> Any:
+    """What it gives, or what it raises."""
+    try:
+        return read(*arguments)
+    except (apsw.Error, InvalidInput, UnicodeDecodeError) as error:
+        return type(error).__name__
+
+
+# ── the same as SQLite's rows ─────────────────────────────────────────────────────────────────────────────────────────
+DECLARED = ("INTEGER", "REAL", "TEXT", "BLOB", "NUMERIC", "", "BOOLEAN", "VARCHAR(9)", "DOUBLE", "DECIMAL(9,2)")
+KINDS = (pa.int64(), pa.float64(), pa.string(), pa.binary(), pa.bool_())
+
+numbers = st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**n for n in range(63)]))
+reals = st.one_of(st.floats(allow_nan=False), st.sampled_from([1.0, -0.0, 1e300, 2.0**53]))
+strings = st.one_of(
+    st.text(st.characters(codec="utf-8"), max_size=8),
+    st.sampled_from(["", "a\0b", "12", "1.5", "ä€𝄞", "x" * 57, "x" * 58, "y" * 130, "z" * 700, "ü" * 3_000]),
+)
+blobs = st.one_of(st.binary(max_size=6), st.sampled_from([bytes(60), bytes(range(256)) * 9]))
+values = {"INTEGER": numbers, "REAL": reals, "TEXT": strings, "BLOB": blobs, "BOOLEAN": st.integers(0, 1)}
+
+
+def value_of(declared: str, is_tidy: bool) -> st.SearchStrategy[Any]:
+    """Values of a column: mostly what it was declared for."""
+    likely = values.get(declared, numbers)
+    return st.one_of(st.none(), likely) if is_tidy else st.one_of(likely, likely, numbers, reals, strings, blobs)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, Any]]:
+    """SQL that makes a table `t`."""
+    is_tidy = draw(st.sampled_from([True, True, False]))
+    declared = draw(st.lists(st.sampled_from(DECLARED), min_size=1, max_size=6))
+    columns = [f"c{number} {kind}" for number, kind in enumerate(declared)]
+    key = draw(st.sampled_from(["", "id INTEGER PRIMARY KEY", "id INTEGER PRIMARY KEY DESC", "id INT PRIMARY KEY"]))
+    if key:
+        columns.insert(draw(st.integers(0, len(columns))), key)
+    for number, generated in enumerate(draw(st.lists(st.sampled_from(["VIRTUAL", "STORED"]), max_size=2))):
+        columns.insert(draw(st.integers(0, len(columns))), f"g{number} INT AS (c0 || 'g') {generated}")
+    size = draw(st.sampled_from([512, 1_024, 4_096, 65_536]))
+    steps: list[tuple[str, Any]] = [(f"PRAGMA page_size = {size}", ()), (f"CREATE TABLE t({', '.join(columns)})", ())]
+    names = [f"c{number}" for number in range(len(declared))]
+    for added in range(draw(st.integers(1, 3))):
+        places = ", ".join("?" * (len(names) + 1))
+        near = set(range(draw(st.integers(-50, 50)), draw(st.integers(0, 200))))
+        ids = near | draw(st.sets(st.integers(-(2**63), 2**63 - 1), max_size=4))
+        some = draw(st.lists(st.tuples(*[value_of(kind, is_tidy) for kind in declared]), min_size=1, max_size=8))
+        rows = [(rowid, *some[place % len(some)]) for place, rowid in enumerate(sorted(ids))]
+        sql = f"INSERT OR REPLACE INTO t(rowid, {', '.join(names)}) VALUES ({places})"
+        steps += [(sql, row) for row in rows]
+        if draw(st.booleans()):
+            steps.append(("DELETE FROM t WHERE rowid % 3 = ?", (draw(st.integers(0, 2)),)))
+        kind = draw(st.sampled_from(DECLARED))
+        defaults = ["", " DEFAULT NULL", " DEFAULT 7", " DEFAULT 'd'", " DEFAULT 2.5"]
+        default = draw(st.sampled_from(defaults[:2] if is_tidy else defaults))
+        steps.append((f"ALTER TABLE t ADD COLUMN a{added} {kind}{default}", ()))
+        names.append(f"a{added}")
+        declared.append(kind)
+    return steps
+
+
+def made(steps: list[tuple[str, Any]]) -> Pages:
+    with closing(apsw.Connection(":memory:")) as connection:
+        for sql, bindings in steps:
+            connection.execute(sql, bindings)
+        return pages_of(connection)
+
+
+@given(steps=histories(), data=st.data(), null_misfits=st.booleans())
+def test_columns_are_what_rows_are(steps: list[tuple[str, Any]], data: st.DataObject, null_misfits: bool) -> None:
+    """All types, NULLs, overflow pages, added columns, gaps, misfits: the same values, or the same error."""
+    pages = made(steps)
+    with connected(pages) as connection:
+        table = find_table(connection, "t", "db")
+        types = {each.name: each.type for each in sampled(connection, table, pages)}
+    stored = [each.name for each in table.columns if each.place is not None]
+    chosen = data.draw(st.lists(st.sampled_from(stored), min_size=1, unique=True))
+    wanted = [
+        (name, data.draw(st.sampled_from([types[name]] * 4 + list(KINDS))))
+        for name in chosen
+        if leaf_columns.WantedColumn.of(table, name, types[name]) is not None
+    ]
+    wanted = [(name, kind) for name, kind in wanted if leaf_columns.WantedColumn.of(table, name, kind) is not None]
+    if not wanted:
+        return
+    read = Read(pages, wanted, null_misfits=null_misfits)
+    assert outcome(read.leaves) == outcome(read.rows)
+    middle = data.draw(st.integers(-60, 300))
+    for span in ((LEAST, middle), (middle, MOST), (middle, middle + 40)):
+        assert outcome(read.leaves, span) == outcome(read.rows, span)
+
+
+def plain(rows: int = 5_000, page_size: int = 1_024) -> Pages:
+    with closing(apsw.Connection(":memory:")) as connection:
+        connection.execute(f"PRAGMA page_size = {page_size}")
+        connection.execute("CREATE TABLE t(id INTEGER PRIMARY KEY, n INT, r REAL, s TEXT, b BLOB, x, f BOOLEAN)")
+        sql = "INSERT INTO t VALUES (?, ?, ?, ?, ?, ?, ?)"
+        rising = ((n, n * n, n / 4, f"text {n}" * (n % 9), b"%d" % n, None, n % 2) for n in range(rows))
+        connection.executemany(sql, rising)
+        return pages_of(connection)
+
+
+def test_a_plain_table_is_not_asked_of_sqlite() -> None:
+    read = Read(plain())
+    assert read.leaves() == read.rows()
+    assert read.asked == []
+    assert read.leaves((1_234, 3_456)) == read.rows((1_234, 3_456))
+    assert read.asked == []
+
+
+def test_odd_rows_cost_only_themselves() -> None:
+    """A misfit and a long text are SQLite's; their neighbours are not."""
+    with closing(apsw.Connection(":memory:")) as connection:
+        connection.execute("CREATE TABLE t(n INTEGER, s TEXT)")
+        connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, f"text {n}") for n in range(20_000)])
+        connection.execute("UPDATE t SET n = 'many' WHERE rowid = 7000")
+        connection.execute("UPDATE t SET s = ? WHERE rowid = 9000", ("long" * 5_000,))
+        pages = pages_of(connection)
+    read = Read(pages, [("n", pa.int64()), ("s", pa.string())])
+    assert read.leaves() == read.rows()
+    assert read.asked == [(7_000, 7_000), (9_000, 9_000)]
+    with pytest.raises(InvalidInput, match="many"):
+        Read(pages, [("n", pa.int64())], null_misfits=False).leaves()
+
+
+def test_a_column_before_a_long_text_needs_no_overflow_page() -> None:
+    with closing(apsw.Connection(":memory:")) as connection:
+        connection.execute("CREATE TABLE t(n INTEGER, s TEXT)")
+        connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, "long" * 5_000) for n in range(50)])
+        read = Read(pages_of(connection), [("n", pa.int64())])
+    assert read.leaves() == read.rows()
+    assert read.asked == []
+
+
+def test_pages_may_have_reserved_bytes() -> None:
+    with closing(apsw.Connection(":memory:")) as connection:
+        reserved = ctypes.c_int(24)
+        connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
+        connection.execute("PRAGMA page_size = 512; CREATE TABLE t(n INTEGER, s TEXT)")
+        connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, "x" * (n % 500)) for n in range(900)])
+        pages = pages_of(connection)
+    assert pages.images[0][20] == 24
+    read = Read(pages)
+    assert read.leaves() == read.rows()
+
+
+def test_what_records_do_not_say_is_left_to_sqlite() -> None:
+    with closing(apsw.Connection(":memory:")) as connection:
+        connection.execute("CREATE TABLE t(id INTEGER PRIMARY KEY, r REAL, n INT, v INT AS (n + 1), d DATE)")
+        connection.execute("CREATE TABLE w(a INT PRIMARY KEY) WITHOUT ROWID; CREATE VIEW o AS SELECT n FROM t")
+        pages = pages_of(connection)
+
+        def allowed(table: str, name: str, kind: pa.DataType, pages: Pages = pages) -> bool:
+            return LeafDecoder.of(pages, find_table(connection, table, "db"), [(name, kind)]) is not None
+
+        assert allowed("t", "ID", pa.int64())
+        assert allowed("t", "r", pa.float64())
+        assert not allowed("t", "r", pa.int64()), "SQLite makes doubles of them"
+        assert not allowed("t", "id", pa.string())
+        assert not allowed("t", "v", pa.int64()), "it is in no record"
+        assert not allowed("t", "d", pa.date32())
+        assert not allowed("t", "absent", pa.int64())
+        assert not allowed("w", "a", pa.int64())
+        assert not allowed("o", "n", pa.int64())
+        other = Pages(b"".join([pages.images[0][:56], b"\0\0\0\2", pages.images[0][60:], *pages.images[1:]]))
+        assert not allowed("t", "n", pa.int64(), other), "UTF-16"
+
+
+def test_without_the_c_part_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = plain()
+    read = Read(pages)
+
+    def batches() -> list[tuple[Any, ...]]:
+        with connected(pages) as connection:
+            return listed(table_batches(connection, ColumnQuery(read.table, read.schema), pages=pages, in_order=True))
+
+    here = batches()
+    monkeypatch.setenv(shim_library.SWITCH, "1")
+    assert LeafDecoder.of(pages, read.table, [("n", pa.int64())]) is None
+    assert "switched off" in shim_library.leaves_build().reason
+    assert batches() == here
+
+
+def test_databases_and_missing_columns_are_added() -> None:
+    pages = plain(100)
+    schema = pa.schema([("_database", pa.string()), ("n", pa.int64()), ("later", pa.float64())])
+    with connected(pages) as connection:
+        query = ColumnQuery(find_table(connection, "t", "shop"), schema, "shop", null_missing=True)
+        (batch,) = gathered(table_batches(connection, query, pages=pages))
+        assert batch.slice(2, 1).to_pylist() == [{"_database": "shop", "n": 4, "later": None}]
+        with pytest.raises(InvalidInput, match="no such column"):
+            list(table_batches(connection, ColumnQuery(query.table, schema, "shop"), pages=pages))
+
+
+# ── damaged pages ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def tree_pages(pages: Pages, root: int) -> list[int]:
+    """Those of a table, as quire counts them."""
+    leaves = [
+        leaf.page - 1 for some in leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages) for leaf in some
+    ]
+    return [root - 1, *leaves]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_damaged_pages_are_what_sqlite_says_they_are(seed: int) -> None:
+    """A few bytes of leaves, of their heads and cells above all, are others: what is decoded is what SQLite reads."""
+    chance = random.Random(seed)
+    pages = plain(400, chance.choice([512, 1_024, 4_096]))
+    read = Read(pages)
+    places = tree_pages(pages, read.table.root)[1:]
+    for _ in range(chance.randint(1, 4)):
+        page = chance.choice(places)
+        image = bytearray(pages.images[page])
+        at = chance.choice([chance.randrange(8), chance.randrange(8, 40), chance.randrange(len(image)), len(image) - 1])
+        image[at] = chance.choice([0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)])
+        pages.images[page] = bytes(image)
+    for span in (EVERYTHING, (100, 300)):
+        read.asked.clear()
+        theirs, ours = outcome(read.rows, span), outcome(read.leaves, span)
+        # A pointer past the end of its page leads SQLite to whatever its memory holds: asked twice it may answer once.
+        assert ours == theirs or (read.asked and "CorruptError" in (ours, theirs))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_garbage_is_never_decoded_past_its_page(seed: int) -> None:
+    """Leaves of random bytes under a right head: nothing is read or written outside; what is not refused is as many rows."""
+    chance = random.Random(seed)
+    pages = plain(400, 512)
+    read = Read(pages)
+    decoder = LeafDecoder.of(pages, read.table, ColumnQuery(read.table, read.schema).decoded)
+    assert decoder is not None
+    refused = 0
+    for _ in range(100):
+        count = chance.choice([1, 2, 3, 84, 85, 252, 65_535])
+        pointers = b"".join(chance.randrange(8, 520).to_bytes(2) for _ in range(min(count, 250)))
+        image = (bytes([13, 0, 0]) + count.to_bytes(2) + bytes(3) + pointers + chance.randbytes(512))[:512]
+        try:
+            decoded = decoder.decode([image, pages.images[-1]][: chance.choice([1, 2])])
+        except Unreadable:
+            refused += 1
+            continue
+        for array in decoded.arrays:
+            array.validate(full=True)
+            assert len(array) == len(decoded.rowids)
+    assert refused
+
+
+def test_interior_pages_that_lead_in_a_circle_are_sqlites() -> None:
+    pages = plain(5_000, 512)
+    read = Read(pages)
+    root = pages.images[read.table.root - 1]
+    looped = bytearray(root)
+    looped[8:12] = read.table.root.to_bytes(4)
+    pages.images[read.table.root - 1] = bytes(looped)
+    assert outcome(read.leaves) == outcome(read.rows) == "CorruptError"
+    with pytest.raises(Unreadable):
+        list(leaves_within(by_number(pages), read.table.root, EVERYTHING, pages.size_pages))
+
+
+def test_leaves_are_those_of_a_range() -> None:
+    pages = plain(5_000, 512)
+    root = Read(pages).table.root
+    every = [leaf for some in leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages) for leaf in some]
+    assert (every[0].first, every[-1].last) == EVERYTHING
+    assert all(one.last + 1 == other.first for one, other in pairwise(every))
+    some = [leaf for part in leaves_within(by_number(pages), root, (100, 200), pages.size_pages) for leaf in part]
+    assert some == [leaf for leaf in every if leaf.first <= 200 and leaf.last >= 100]
+    assert 1 < len(some) < len(every) / 10
+    with pytest.raises(Unreadable):
+        list(leaves_within(by_number(pages), root, EVERYTHING, len(every) - 1))
