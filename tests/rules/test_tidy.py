@@ -267,6 +267,17 @@ def test_rule_catches_its_example(rule: Rule) -> None:
     assert list(rule.find(parse("src/quire/example.py", rule.caught)))
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    """A reader who searches for a name finds it once. Instead: one class for one concept, two names for two."""
+    homes: dict[str, list[str]] = {}
+    for source in sources("src/quire"):
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert twice.keys() == {"InternalError"}, twice  # ours, and the one that PEP 249 asks for
+
+
 def test_ratchets_are_as_tight_as_they_can_be() -> None:
     """What shrank gives its allowance back; what is gone leaves the list."""
     files = [source for folder in CODE for source in sources(folder)]

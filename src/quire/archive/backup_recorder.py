@@ -56,20 +56,20 @@ class BackupRecorder:
         writer.archive = self
 
     # ── the manifest's writer (`manifest.writer.CommitLog`) ───────────────────────────────────────────────────────────
-    def reserve(self) -> _Places:
+    def reserve(self) -> _CommitPlaces:
         self._between_commits.acquire()
         following = self._next.reserve() if self._next is not None else None
-        return _Places(self, self.queue.reserve() if self.queue.is_open else None, following)
+        return _CommitPlaces(self, self.queue.reserve() if self.queue.is_open else None, following)
 
-    def fill(self, places: _Places, written: list[TableRows]) -> None:
+    def fill(self, places: _CommitPlaces, written: list[TableRows]) -> None:
         if self._next is not None:
             self._next.fill(places.following, written)
         if places.own is not None:
             places.own.fill(CommitEvent(tuple(written)))
         self._between_commits.release()
 
-    def cancelled(self, places: _Places) -> None:
-        """For `_Places`."""
+    def cancelled(self, places: _CommitPlaces) -> None:
+        """For `_CommitPlaces`."""
         for place in (places.own, places.following):
             if place is not None:
                 place.cancel()
@@ -103,7 +103,7 @@ class BackupRecorder:
         self.queue.append(PendingArtifact(relative, kept, (status.st_ino, status.st_size, status.st_mtime_ns)))
 
 
-class _Places:
+class _CommitPlaces:
     """The places of one commit: in the backup's own queue, if that is open, and in the archive's."""
 
     __slots__ = ("_recorder", "following", "own")

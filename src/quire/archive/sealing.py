@@ -135,7 +135,7 @@ def _taken_over_by(header: Header) -> StoreFenced:
     return StoreFenced(what, hint="restore its archive, or write to it", sealed=str(header.position))
 
 
-class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where an owner goes on with its log."""
 
     next: Position
@@ -149,16 +149,16 @@ class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last object; 0 if there is none."""
 
 
-def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> LogEnd:
+def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> ResumePoint:
     """Where the log of an owner's own epoch ends; `StoreFenced` if it was sealed."""
     log = owner_log(store, store_id, epoch)
     if log.seal is not None:
         raise fenced_by(log.seal, log_key(store_id, log.seal.position))
     if not log.positions:
         parent, digest = begin_log(store, disk, root, store_id, epoch, now_ms)
-        return LogEnd(next=Position(epoch, 0), parent=parent, digest=digest)
+        return ResumePoint(next=Position(epoch, 0), parent=parent, digest=digest)
     header, digest, _ = read_object(store, store_id, log.positions[-1])
-    return LogEnd(
+    return ResumePoint(
         next=Position(epoch, header.position.number + 1),
         parent=header.position,
         digest=digest,

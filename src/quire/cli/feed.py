@@ -54,7 +54,7 @@ def tail(
     columns = [">sequence", "committed", "operations"]
     if follow:
         with cli.reader() as manifest:
-            tail = _Tail(manifest, start, limit)
+            tail = _FeedTail(manifest, start, limit)
             follow_rows(columns, lambda: map(_row, tail.new()), as_json=cli.as_json)
         return CliResult(None, OK)
     return Listing(
@@ -68,7 +68,7 @@ def _row(change: ChangeRecord) -> ListingRow:
     return ListingRow([f"{change.sequence:,}", moment(change.committed_at_ms), summary(change)], change_json(change))
 
 
-class _Tail:
+class _FeedTail:
     """The end of the feed, as it goes on (rule 2)."""
 
     def __init__(self, manifest: ManifestStore, start: int, limit: int) -> None:

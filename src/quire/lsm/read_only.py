@@ -48,7 +48,7 @@ RACE_SECONDS = 0.02
 """How often files that do not fit together are read again, and the pause: the owner, or a standby, is writing them."""
 
 
-class _Tail(NamedTuple):
+class _LogPosition(NamedTuple):
     """How far the active log was read; no log of a database that was never written to."""
 
     path: str
@@ -90,7 +90,7 @@ class ReadOnlyKv(Kv):
         # guarded by _reading
         self._reading = threading.Lock()
         self._manifest_read: ReadManifest | None = None
-        self._tail: _Tail | None = None
+        self._tail: _LogPosition | None = None
         self._tables: dict[int, SSTable] = {}
         self._line = 0
         # guarded by _visibility, which comes after _reading
@@ -181,7 +181,7 @@ class ReadOnlyKv(Kv):
             self._lsn = max(state.last_lsn, levels.lsn_max, memtable.lsn_max, *lsns)
         self._manifest_read, self._tail, self._tables, self._line = manifest, tail, tables, line
 
-    def _replayed(self, state: ManifestData, in_tables: int) -> tuple[list[Frozen], Memtable, _Tail | None]:
+    def _replayed(self, state: ManifestData, in_tables: int) -> tuple[list[Frozen], Memtable, _LogPosition | None]:
         """What the frozen logs hold, the oldest first; what the active one holds; and how far that was read."""
         frozen: list[Frozen] = []
         memtable, tail = Memtable(), None
@@ -196,7 +196,7 @@ class ReadOnlyKv(Kv):
                 memtable.freeze()
                 end = LogEnd(salt=contents.header.salt, end=contents.end, link=contents.link)
                 frozen.append(Frozen(memtable, number, end))
-            tail = _Tail(path, contents.header, contents.end)
+            tail = _LogPosition(path, contents.header, contents.end)
         return frozen, memtable, tail
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────

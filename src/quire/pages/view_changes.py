@@ -24,7 +24,7 @@ ChangedPage = tuple[int, bytes | None, bytes | None]
 """(page, before, after); `None` where a version has no such page."""
 
 
-class _Places:
+class _PageLocations:
     """Where a view reads its pages from."""
 
     def __init__(self, reader: ViewReader) -> None:
@@ -56,7 +56,7 @@ def doubtful_pages(before: ViewReader, after: ViewReader, start: int, stop: int)
     if before.view.pages_per_chunk != per_chunk:
         return wanted
     doubtful = BitMap(range(min(sizes), max(sizes)))
-    old, new = _Places(before), _Places(after)
+    old, new = _PageLocations(before), _PageLocations(after)
     for slot in range(start // per_chunk, -(-stop // per_chunk)):
         doubtful |= _in_one_only(old, new, slot).shift(slot * per_chunk)
     covered: dict[int, tuple[int, int]] = {}
@@ -85,7 +85,7 @@ def changed_pages(before: ViewReader, after: ViewReader, start: int, stop: int) 
                 yield page, *pair
 
 
-def _in_one_only(old: _Places, new: _Places, slot: int) -> BitMap:
+def _in_one_only(old: _PageLocations, new: _PageLocations, slot: int) -> BitMap:
     """The pages of a slot, counted from its first, that a chunk holds which is in one of the chains only."""
     chains = [_named(places.view, places.chain(slot)) for places in (old, new)]
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*chains)))

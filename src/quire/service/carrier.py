@@ -13,8 +13,9 @@ import os
 from collections import deque
 from contextlib import suppress
 from http.client import HTTPException
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from quire.core.closing import Closes
 from quire.service.frames import FrameError
 
 IDLE_MAX = 16
@@ -29,13 +30,7 @@ class CallTimedOut(Exception):  # never leaves the client's channel
     """The answer did not come in time."""
 
 
-class Closable(Protocol):
-    """A connection."""
-
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=Closable)
+C = TypeVar("C", bound=Closes)
 
 
 class Carrier(Generic[C]):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from quire.core.clock import Clock
+from quire.core.closing import Closes
 from quire.core.errors import LeaseExpired, Overloaded, QuireError
 from quire.core.events import emit
 
@@ -30,12 +31,6 @@ IDLE_SECONDS = 30.0
 SWEEP_SECONDS = 1.0
 PER_CLIENT_MAX = 256
 ALL_MAX = 4_096
-
-
-class Closable(Protocol):
-    """Something that is held."""
-
-    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -89,7 +84,7 @@ class Holdings:
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, client: str, kind: str, value: Closable) -> str:
+    def add(self, client: str, kind: str, value: Closes) -> str:
         """Hold something for a client; its id (rule 3)."""
         holding = Holding(secrets.token_hex(16), client, kind, value, now := self._clock.monotonic(), now)
         with self._lock:

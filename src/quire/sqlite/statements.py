@@ -92,7 +92,7 @@ class Description:
     """Whether there are only comments."""
 
 
-class _Run:
+class _Preparation:
     """What apsw calls when it has prepared a statement and is about to run it: the only moment at which a statement without
     rows tells its columns."""
 
@@ -215,7 +215,7 @@ class StatementRunner:
         """Begin the one statement of a text; it stands at its first row, or it is over."""
         self.tell_lost()
         is_autocommit = self.is_autocommit()
-        cursor, run = self.connection.cursor(), _Run(sql, self.bound)
+        cursor, run = self.connection.cursor(), _Preparation(sql, self.bound)
         cursor.exec_trace = run
         try:
             with self.deadline():

@@ -79,7 +79,7 @@ def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         mirror_id, _ = find_mirror(txn, given["mirror"])
     commit_step(ctx, job, [MarkMirror(mirror_id)])
     for plans_left in reversed(range(PLANS_MAX)):
-        run = _Run(ctx, job, progress, mirror_id, given["runner"])
+        run = _PlannedRun(ctx, job, progress, mirror_id, given["runner"])
         try:
             return Completed(run.run(full=given["full"]))
         except StalePlan as error:
@@ -124,7 +124,7 @@ class _Plan:
     files: tuple[WrittenFile, ...] = ()
 
 
-class _Run:
+class _PlannedRun:
     """One plan of a run, from looking to adopting."""
 
     def __init__(self, ctx: JobContext, job: Job, progress: Progress, mirror_id: int, runner: str) -> None:
