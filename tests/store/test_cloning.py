@@ -12,7 +12,8 @@ import pytest
 import quire
 from quire.archive import clones
 from quire.archive.clones import registrations, release
-from quire.core.errors import InvalidInput, ObjectNotFound, StillReferenced
+from quire.cli.main import run
+from quire.core.errors import ConfigMismatch, InvalidInput, ObjectNotFound, StillReferenced
 from quire.durable.failpoints import armed
 from quire.objects.open import open_store
 from quire.store.cloning import clone, release_clone
@@ -213,6 +214,41 @@ def test_a_backup_of_a_clone_is_whole_without_its_parent(tmp_path: Path) -> None
         assert contents(store) == expected
         store.heavy.verify(runner="threads")
         assert store.heavy.damaged() == []
+
+
+def test_a_clone_stays_in_its_parents_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Naming another one in quire.toml is refused; the way there is a backup, as the documentation says."""
+    with world(tmp_path) as here:
+        here.store.kv("pairs", create=True).put(
+            b"key", b"value"
+        )  # its table is in the bucket, and no row of the manifest names it
+        here.store.kv("pairs").flush()
+        here.archived()
+        path = made(here, "clone")
+    config, other = path / "quire.toml", tmp_path / "other"
+    config.write_text(config.read_text().replace(str(here.bucket), str(other)))
+    with pytest.raises(ConfigMismatch, match="another place"):
+        quire.open(path)
+    assert run(["objects", "moved", "--yes", "--store", str(path)]) != 0
+    assert "a clone's parents' too" in capsys.readouterr().err
+    config.write_text(config.read_text().replace(str(other), str(here.bucket)))
+    with here.open(path) as copy:
+        assert copy.kv("pairs").get(b"key") == b"value"
+        work(copy, 0)
+        expected = contents(copy)
+    backup, home = str(tmp_path / "copy.backup"), tmp_path / "independent"
+    assert run(["backup", backup, "--store", str(path)]) == 0
+    assert run(["restore-store", backup, str(home)]) == 0
+    shutil.copytree(home / "objects", other)
+    config = home / "quire.toml"
+    config.write_text(config.read_text().replace('object_store = ""', f'object_store = "{other}"'))
+    assert run(["objects", "moved", "--yes", "--store", str(home)]) == 0
+    for gone in (here.bucket, home / "objects"):
+        shutil.rmtree(gone)
+    assert run(["archive", "on", "--store", str(home)]) == 0
+    restored = quire.restore(str(other), tmp_path / "restored")
+    with quire.open(restored.path, "r") as store:
+        assert contents(store) == expected
 
 
 def test_a_hole_in_the_log_of_a_replica_is_named(tmp_path: Path) -> None:

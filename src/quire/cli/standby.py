@@ -137,7 +137,8 @@ def clone(
     """Create a new store from the current or an earlier state of another one.
 
     The clone has its own identity and is writable at once. Large files are not copied: it reads them below the
-    parent's prefix of the bucket, and the parent keeps them until `quire clones release`.
+    parent's prefix of the bucket, and the parent keeps them until `quire clones release`. It stays in that bucket;
+    to have it in another one, back it up and restore the backup.
     """
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
     reached.check("--endpoint")

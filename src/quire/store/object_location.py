@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from quire.archive.state_files import read_remote_files
 from quire.core.errors import ConfigMismatch, ObjectNotFound
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
@@ -142,21 +143,27 @@ def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
     place, missing = place_of(root, settings.object_store), list[str]()
     with ctx.manifest.read() as txn:
         places = [ctx.place(txn, key) for key in _sample(txn)]
-    expected = [place for place in places if place is not None and place.has_remote and place.url == ctx.objects_url]
+    # A segment's object may be compressed: its row has the size of what was compressed.
+    expected = [
+        (place.object_key, place.size_bytes if place.key.kind is not ArtifactKind.WAL else None)
+        for place in places
+        if place is not None and place.has_remote and place.url == ctx.objects_url
+    ]
+    remote = list(read_remote_files(ctx.disk, root).values())  # of a restore or a clone: tables and segments
+    expected += [(file.key, file.size) for file in remote[:: max(1, len(remote) // SAMPLE)]]
     store = ctx.open_store(ctx.objects_url)
-    for artifact in expected:
+    for object_key, size in expected:
         try:
-            size = store.head(artifact.object_key).size_bytes
+            found = store.head(object_key).size_bytes
         except ObjectNotFound:
-            missing.append(artifact.object_key)
+            missing.append(object_key)
             continue
-        # A segment's object may be compressed: its row has the size of what was compressed.
-        if artifact.key.kind is not ArtifactKind.WAL and size != artifact.size_bytes:
-            missing.append(artifact.object_key)
+        if size is not None and found != size:
+            missing.append(object_key)
     if missing:
         raise ObjectNotFound(
             f"{len(missing)} of {len(expected)} objects that were looked for are not in the new place, or have another size",
-            hint="copy all objects there, under the same names; nothing was changed",
+            hint="copy all objects there, under the same names (a clone's parents' too); nothing was changed",
             place=place,
             first=missing[0],
         )
