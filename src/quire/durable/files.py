@@ -23,7 +23,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quire.core.errors import DiskFull, NotWritable, StorageFault, TooManyOpenFiles
 
@@ -100,6 +100,19 @@ class Disk(Protocol):
 
     def sync_dir(self, path: str) -> None:
         """Make the names in a directory durable."""
+
+
+@runtime_checkable
+class ExchangedDisk(Protocol):
+    """A `Disk` whose directories another process may exchange for others, as a standby does that begins again."""
+
+    def exchange(self) -> int:
+        """Which directories are there; waits while they are being exchanged."""
+
+
+def exchange_of(disk: Disk) -> int:
+    """Another number after directories were exchanged: what was read of files and rows in between may not fit together."""
+    return disk.exchange() if isinstance(disk, ExchangedDisk) else 0
 
 
 class DiskLayer:

@@ -3,18 +3,28 @@
 A standby, and an owner that was restored, have some files in the bucket (`archive/remote_files.py`) and change the list of them
 at any time. A reader looks before each use of a name whether the list was replaced: a name may have become another file.
 
-Threads: any. Raises what disk and object store raise."""
+A standby that begins again exchanges files and rows one after the other, and standby.json says so meanwhile: who needs both to
+be of one state reads them again if they were exchanged in between (`exchange`).
+
+Threads: any. Raises `Unavailable`, and what disk and object store raise."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.archive.state_files import read_remote_files
+from quire.archive.state_files import StandbyPhase, read_remote_files, read_standby_state
+from quire.core.errors import Unavailable
+from quire.durable import names
 from quire.durable.files import Disk, File
 from quire.objects.api import ObjectStore
+
+EXCHANGE_SECONDS = 30.0
+"""How long a standby may take to exchange its files: renames, and one transaction with all its rows."""
+PAUSE_SECONDS = 0.01
 
 
 class ReaderFiles(RemoteFiles):
@@ -40,6 +50,21 @@ class ReaderFiles(RemoteFiles):
                 listed = read_remote_files(self._inner, self._root)
                 self._remote = {os.path.join(self._root, path): file for path, file in listed.items()}
                 self._seen = stamp  # of before it was read: one that came meanwhile is read again
+
+    def exchange(self) -> int:
+        """Which directories are there; waits while a standby exchanges them (`ExchangedDisk`)."""
+        ends = time.monotonic() + EXCHANGE_SECONDS
+        while (state := read_standby_state(self._inner, self._root)) is not None:
+            if state.phase is not StandbyPhase.SWAPPING:
+                break
+            if time.monotonic() > ends:
+                hint = "run `quire standby` again: it completes what was begun"
+                raise Unavailable("the standby is exchanging its files", hint=hint, path=self._root)
+            time.sleep(PAUSE_SECONDS)
+        try:
+            return os.stat(os.path.join(self._root, names.STREAMS)).st_ino
+        except FileNotFoundError:
+            return 0
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         self._look()

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, CursorLost, OutOfRange, StoreClosed
+from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
 from quire.core.timeline import Gaps, settled
 from quire.durable.checksums import Bytes
-from quire.durable.files import File
+from quire.durable.files import File, exchange_of
 from quire.durable.names import Tier
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
@@ -115,7 +115,19 @@ class StreamFileReader:
     # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────
     def look(self, behind: int = 0) -> StreamLook:
         """The stream as it is now; of its segments those behind one."""
-        self._require()
+        while True:
+            self._require()
+            before = exchange_of(self.files.disk)
+            try:
+                look = self._look(behind)
+            except QuireError:
+                if exchange_of(self.files.disk) == before:
+                    raise
+                continue
+            if exchange_of(self.files.disk) == before:  # else files and rows may be of two states
+                return look
+
+    def _look(self, behind: int) -> StreamLook:
         hot = self.files.segments(Tier.HOT)  # before LMDB is read: a segment whose file has gone by then has a row
         with self._manifest.read() as txn:
             txn.live(self.stream_id, DbKind.STREAM)  # it may have been dropped
