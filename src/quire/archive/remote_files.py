@@ -25,7 +25,7 @@ from quire.core.cache import ByteCache
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, DiskLayer, File, write_atomic
-from quire.objects.api import ObjectStore
+from quire.objects.api import ObjectStore, Range
 
 BLOCK_BYTES = 256 * KIB
 """Read from the bucket at a time: tables are read in blocks of this order, and a request costs more than the bytes."""
@@ -52,15 +52,18 @@ class RemoteFiles(DiskLayer):
     def read(self, file: RemoteFile, size: int, offset: int) -> bytes:
         """Bytes of a remote file; fewer only at its end. For `RemoteHandle`."""
         end = min(offset + size, file.size)
-        parts = []
-        for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            start = number * BLOCK_BYTES
-            block = self._cache.get((file.key, number))
-            if block is None:
-                block = self._objects().get_range(file.key, start, min(BLOCK_BYTES, file.size - start))
+        numbers = range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        blocks = {number: self._cache.get((file.key, number)) for number in numbers}
+        missing = [number for number in numbers if blocks[number] is None]
+        starts = [number * BLOCK_BYTES for number in missing]
+        ranges = [Range(offset=start, length=min(BLOCK_BYTES, file.size - start)) for start in starts]
+        if ranges:  # those that lie together are one request
+            for number, block in zip(missing, self._objects().get_ranges(file.key, ranges), strict=True):
                 self._cache.put((file.key, number), block, len(block))
-            parts.append(block[max(offset - start, 0) : end - start])
-        return b"".join(parts)
+                blocks[number] = block
+        whole = b"".join(block for block in blocks.values() if block is not None)
+        start = numbers.start * BLOCK_BYTES
+        return whole[offset - start : end - start]
 
     def _change(self, remove: str = "", add: str = "", file: RemoteFile | None = None) -> None:
         """REQUIRES the lock."""
