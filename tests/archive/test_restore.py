@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from pathlib import Path
 
+import pytest
+
 import quire
+from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.manifest import tables as t
 from quire.manifest.ops.local import RecordMetric
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.archive.world import Gate, World, contents, fill, read, world
+from tests.archive.world import Gate, World, contents, fill, quiet, read, world
 
 
 def test_a_restore_equals_the_live_store_with_its_snapshots_and_forks(tmp_path: Path) -> None:
@@ -107,6 +112,39 @@ def test_compactions_while_the_bucket_is_away(tmp_path: Path) -> None:
         w.archived()
         expected = contents(w.store)
     assert read(w.restore()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_300_megabytes_are_compacted_while_the_bucket_is_away(tmp_path: Path) -> None:
+    """Flushes and compactions go on, what waits is bounded, and everything is there when the bucket is."""
+    draw, size, memory = random.Random(300), 64 << 10, 16 << 20
+    options = StoreSettings(
+        object_store=str(tmp_path / "bucket"),
+        archive=ArchiveSettings(mode="async", interval_seconds=0.1, memory_bytes=memory),
+        maintenance=MaintenanceSettings(enabled=False),
+    )
+    with quire.open(tmp_path / "store", settings=options) as store:
+        kv = store.kv("pairs", create=True)
+        kv.put(b"before", b"it went")
+        assert store.archive is not None
+        store.archive.wait(60)
+        gate = Gate(store.archive)
+        gate.is_away = True
+        expected = {b"before": hashlib.sha256(b"it went").digest()}
+        for number in range(300 * 16):
+            key, value = b"%04d" % (number * 7 % 3000), draw.randbytes(size)
+            kv.put(key, value, sync=number % 100 == 0)
+            expected[key] = hashlib.sha256(value).digest()
+        kv.flush()
+        kv.compact()
+        assert store.archive.status().state != "archived"
+        assert store.archive._memory_bytes <= memory
+        gate.is_away = False
+        store.archive.wait(600)
+    quire.restore(str(tmp_path / "bucket"), tmp_path / "restored", takeover=True)
+    with quire.open(tmp_path / "restored", settings=quiet()) as store:
+        assert {key: hashlib.sha256(value).digest() for key, value in store.kv("pairs").scan()} == expected
 
 
 def test_cursors_and_answers_to_repeated_requests_come_back(tmp_path: Path) -> None:

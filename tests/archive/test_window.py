@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,18 +19,21 @@ import quire
 from quire.archive.log_reader import find
 from quire.archive.state_files import read_remote_files
 from quire.archive.window import Line, list_archive, reach
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.jobs.archive_window import ArchiveWindow
 from quire.manifest import tables as t
 from quire.manifest.namespaces import retired_objects
+from quire.objects.collector import Collector
+from quire.objects.guarded import path_store
 from quire.objects.open import open_store
 from quire.store import opening
 from quire.store.heavy import audit_bucket
 from quire.store.restoring import restore
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
+from tests.archive.world import Gate
 
 HOUR = 3_600.0
 
@@ -344,6 +349,8 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_round
             new_base(store)
             world.clock.advance(HOUR)
             store.worker.drain()
+        new_base(store)  # behind what was retired: it can go when this base is older than the window
+        assert waiting(store)
         world.clock.advance(3 * HOUR)
     child = (
         "import sys; from pathlib import Path; from tests.archive.test_window import World\n"
@@ -414,10 +421,82 @@ def test_after_a_takeover_the_former_epoch_is_trimmed_and_files_that_are_read_st
         world.clock.advance(2 * HOUR)
         store.maintain()
         listing = list_archive(store.objects, store.info().store_id)
-        assert not listing.epochs[1].logs
+        assert len(listing.epochs[1].logs) == 1, "the seal"
         assert not listing.epochs[1].parts
         assert listing.epochs[1].files, "its tables are read from there"
         assert set(listing.epochs[1].files) & world.remote_files()
+
+
+class Suspended(Gate):
+    """Holds an owner between the question whether the store is still its own and the request that puts a log object."""
+
+    def put(self, key: str, *arguments: Any, **options: Any) -> Any:
+        self.is_waiting.set()
+        assert self.held.wait(60)
+        store = self._objects()
+        return (path_store(store) if "/log/" in key else store).put(key, *arguments, **options)  # type: ignore[union-attr]
+
+
+def test_objects_that_are_deleted_without_being_retired_are_missed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above would see if an engine deleted what the store no longer needs, and an archived moment does."""
+    monkeypatch.setattr(Collector, "delete", Collector.delete_now)
+    with world.open() as store:
+        moments = grown(world, store, 4)
+    missed = 0
+    for moment, _ in moments:
+        try:
+            value_of(world.restored(moment))
+        except QuireError:
+            missed += 1
+    assert missed
+    problems = audit_bucket(world.bucket).problems
+    assert problems, "an audit finds it, too"
+    world.lost = {row["artifact"] for row in problems}
+
+
+def test_an_owner_that_was_suspended_for_longer_than_the_window_wakes(world: World) -> None:
+    """Its successor has trimmed its log and deleted what it had retired; it puts and deletes nothing any more."""
+    owner = world.open()
+    grown(world, owner, 3)
+    assert waiting(owner)
+    assert owner.archive is not None
+    gate = Suspended(owner.archive)
+    gate.held.clear()
+    gate.is_waiting.clear()
+    owner.kv("ticks").put(b"late", b"in its hands")
+    assert gate.is_waiting.wait(30)
+    target = str(world.path / "successor")
+    restore(world.bucket, target, takeover=True, clock=world.clock)
+    settings = StoreSettings(
+        object_store=world.bucket,
+        archive=ArchiveSettings(mode="async", interval_seconds=0.02, base_seconds=0.001, retain_seconds=HOUR),
+        maintenance=MaintenanceSettings(enabled=False),
+    )
+    with opening.open(target, settings=settings, clock=world.clock) as successor:
+        moments = grown(world, successor, 5)[-1:]
+        assert successor.archive is not None
+        successor.archive.wait(30)
+        listing = list_archive(successor.objects, successor.info().store_id)
+        assert not listing.epochs[1].parts, "the window has left the former epoch"
+        assert len(listing.epochs[1].logs) == 1, "the seal"
+        assert reach(successor.objects, successor.info().store_id).abandoned == ()
+        before = world.objects("e/00000001/") | world.objects("archive/00000001/")
+        gate.held.set()
+        with pytest.raises(StoreFenced):
+            owner.archive.wait(30)
+        with suppress(QuireError):
+            owner.maintain()
+        with suppress(QuireError):
+            owner.close()
+        assert world.objects("e/00000001/") | world.objects("archive/00000001/") == before
+        successor.kv("ticks").put(b"and", b"on")
+        successor.archive.wait(30)
+    for moment, value in [*moments, (world.clock.now_ms(), 4)]:
+        assert value_of(world.restored(moment)) == value
+    with world.restored() as copy:
+        assert copy.kv("ticks").get(b"late") is None
 
 
 @pytest.fixture(autouse=True)

@@ -260,6 +260,48 @@ def test_of_two_standbys_one_is_promoted_and_the_other_follows_it(tmp_path: Path
             assert contents(store) == expected
 
 
+def test_of_two_standbys_that_promote_at_once_one_becomes_the_owner(tmp_path: Path) -> None:
+    """Both have chosen the same epoch before either has claimed it."""
+    with world(tmp_path) as here:
+        fill(here.store, 0)
+        polled(here, "first")
+        polled(here, "second")
+        expected = contents(here.store)
+        kill(here.store)
+        both = threading.Barrier(2, timeout=30)
+        refused: dict[str, StoreFenced] = {}
+
+        def promoted(name: str) -> None:
+            try:
+                promote(tmp_path / name)
+            except StoreFenced as error:
+                refused[name] = error
+
+        with armed("standby.promoting", lambda _: both.wait() and None):
+            threads = [threading.Thread(target=promoted, args=(name,)) for name in ("first", "second")]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        ((loser, error),) = refused.items()
+        assert "epoch 2" in str(error)
+        (winner,) = {"first", "second"} - {loser}
+        with here.open(tmp_path / winner) as store:
+            assert (contents(store), store.info().owner_epoch) == (expected, 2)
+            fill(store, 20)
+            expected = contents(store)
+        with follow(here, loser) as standby:
+            standby.poll()
+            assert standby.status.position.epoch == 2
+        assert what_a_promotion_gives_now(tmp_path / loser) == expected
+
+
+def what_a_promotion_gives_now(path: Path) -> dict[str, Any]:
+    promote(path)
+    with quire.open(path, settings=quiet()) as store:
+        return contents(store)
+
+
 def test_a_broken_chain_is_followed_from_the_next_base(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         fill(here.store, 0)

@@ -7,8 +7,9 @@ Terms
             the log object that names it is the oldest one that can be restored
 
 Trimming keeps the newest base that is older than the window, and the log from its first object on. So every moment of the
-window can be restored, and the newest base always stays. Files are kept if that base, or the log up to the object that names
-it, names them: whatever is named later was met later, and has a higher number.
+window can be restored, and the newest base always stays. So does the seal of each former epoch: it is what fences an owner.
+Files are kept if that base, or the log up to the object that names it, names them: whatever is named later was met later, and
+has a higher number.
 
 What is in the bucket after each step of a trim, and what comes next if the owner dies there:
   parts of older bases gone   a log whose beginning no base needs      `oldest` passes over bases without parts; trimmed again
@@ -165,10 +166,10 @@ class Line:
         return None
 
     def abandoned(self) -> tuple[int, ...]:
-        """The owner epochs that have a log and are on no line."""
+        """The owner epochs that have a log and are on no line. Of one that was trimmed the beginning is gone."""
         named = dict(self.epochs)
         return tuple(
-            sorted(epoch for epoch, objects in self._listing.epochs.items() if objects.logs and epoch not in named)
+            sorted(epoch for epoch, objects in self._listing.epochs.items() if 0 in objects.logs and epoch not in named)
         )
 
     def newest(self) -> Header | None:
@@ -255,7 +256,10 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
         if objects is None:
             continue
         old_parts = [(key, taken) for key, (number, taken) in objects.parts.items() if Position(epoch, number) < first]
-        old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first)
+        # The last one of an epoch is its seal. It stays: without it, an owner that was suspended for longer than the window
+        # would write on, and acknowledge it.
+        seal = max(objects.logs, default=NONE) if epoch < first.epoch else NONE
+        old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first and number != seal)
         files += [(key, taken) for key, (number, taken) in objects.files.items() if Position(epoch, number) < first]
         parts += [key for key, _ in old_parts]
         logs += [log_key(listing.store_id, Position(epoch, number)) for number in old_logs]
