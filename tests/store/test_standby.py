@@ -277,7 +277,10 @@ def test_of_two_standbys_that_promote_at_once_one_becomes_the_owner(tmp_path: Pa
             except StoreFenced as error:
                 refused[name] = error
 
-        with armed("standby.promoting", lambda _: both.wait() and None):
+        def meet(_: str) -> None:
+            both.wait()
+
+        with armed("standby.promoting", meet):
             threads = [threading.Thread(target=promoted, args=(name,)) for name in ("first", "second")]
             for thread in threads:
                 thread.start()
