@@ -122,6 +122,7 @@ class Handlers:
             self._store.objects_url,
             prefixes,
             tuple(places),
+            bool(self._store.copy_of),
         )
 
     def do_info(self, _: m.Nothing, __: CallContext) -> Any:

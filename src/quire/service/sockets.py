@@ -76,7 +76,7 @@ def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
     if len(os.fsencode(inside)) <= bytes_max and _PLAIN.fullmatch(inside):
         return SocketPath(inside, "")
     digest = blake2b(os.fsencode(os.path.realpath(root)), digest_size=8).hexdigest()
-    outside = os.path.join(_runtime_directory(), f"{digest}.sock")
+    outside = os.path.join(runtime_directory(), f"{digest}.sock")
     if len(os.fsencode(outside)) > SOCKET_BYTES_MAX or not _PLAIN.fullmatch(outside):
         raise InvalidInput(
             "no directory is short and plain enough for the socket",
@@ -86,7 +86,7 @@ def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
     return SocketPath(outside, os.path.join(root, names.SOCKET_POINTER))
 
 
-def _runtime_directory() -> str:
+def runtime_directory() -> str:
     """A directory for sockets outside the store, if it is ours alone (rule 3)."""
     given = os.environ.get(RUNTIME_VARIABLE, "")
     path = os.path.join(given, "quire") if given else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")

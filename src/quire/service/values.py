@@ -35,6 +35,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     object_prefixes: tuple[str, ...] = ("",)
     """Below which of its prefixes the store's objects are, the current owner epoch's first."""
     namespaces: tuple[NamespacePlace, ...] = ()
+    is_copy: bool = False
+    """Whether it is a copy of an archive: nothing is uploaded for a reader, and nothing has to be."""
 
 
 class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,9 @@ Spark calls sources in processes of its own, so all of them are clients: the pro
 logs and the user interface. The name of its file is. A path stands for the socket of the store's live owner, looked up where
 the query is planned; executors get the address: those of another machine need `grpc://` or `grpc+tls://`.
 
+A bucket with an archive, and a directory that is nobody's to write (a standby, a restore that was not taken over), are read
+from a copy that is served for the driver (`service/served_copies.py`).
+
 Importable on executors: what needs a manifest is loaded only where a query is planned. Threads: any. Raises `StoreNotFound`,
 `Unavailable`, `InvalidInput`.
 """
@@ -13,11 +16,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from quire.archive.recorder import REMOTE_FILES
+from quire.archive.state_files import read_origin, read_standby_state
 from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound, Unavailable
 from quire.core.settings import load
 from quire.durable import names
@@ -25,6 +31,7 @@ from quire.durable.files import OsDisk, read_all
 from quire.objects.open import REMOTE_SCHEMES, open_store
 from quire.objects.options import options_at
 from quire.service.channel import Channel
+from quire.service.served_copies import CopyRequest, served_copy
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
 if TYPE_CHECKING:
@@ -52,6 +59,8 @@ class OwnerAddress:
     uri: str
     token_file: str = ""
     tls_ca_file: str = ""
+    is_copy: bool = False
+    """Whether it is a copy of an archive, which goes when nobody asks it anything."""
 
     def connect(self) -> Client:
         """A client, where there is a manifest's code: on the driver's machine."""
@@ -109,36 +118,68 @@ def options_of(store: StoreLike) -> dict[str, str]:
         return dict(store)
     if isinstance(store, str | os.PathLike):
         return {"store": os.fspath(store)}
-    socket_path = where_owner_listens(OsDisk(), store.path)
-    if not socket_path or not is_alive(socket_path):
+    if not _listening(store.path):
         store.serve()
     return {"store": store.path}
 
 
 def access_of(options: Mapping[str, str]) -> OwnerAddress:
-    """What the options `store`, `token_file` and `tls_ca_file` mean."""
+    """What the options `store`, `archived_at`, `token_file` and `tls_ca_file` mean."""
     if "token" in options:
         raise InvalidInput("a token is not an option: it would be seen in plans and logs", hint="use token_file")
     where = options.get("store", "") or options.get("path", "")
     if not where:
-        raise InvalidInput("which store?", hint='option("store", PATH), or the address of its owner')
-    if urlsplit(where).scheme.lower() in REMOTE_SCHEMES:
-        hint = f"`with quire.open_archive({where!r}) as store:` and pass `quire.spark.options_of(store)`"
-        raise InvalidInput("the option `store` is a directory or an owner, not a bucket", hint=hint, store=where)
+        raise InvalidInput("which store?", hint='option("store", PATH), the address of its owner, or its bucket')
+    if archived := _archive_of(where, options.get("archived_at", "")):
+        return OwnerAddress(uri=SCHEME + served_copy(archived), is_copy=True)
     uri = where if "://" in where else SCHEME + _socket_of(os.path.abspath(where))
     over_network = not uri.startswith(SCHEME)
     token = options.get("token_file", "") or (os.environ.get("QUIRE_TOKEN_FILE", "") if over_network else "")
     return OwnerAddress(uri=uri, token_file=token, tls_ca_file=options.get("tls_ca_file", ""))
 
 
+def _archive_of(where: str, at: str) -> CopyRequest | None:
+    """The archive that is read in place of an owner, if there is none to ask."""
+    if urlsplit(where).scheme.lower() in REMOTE_SCHEMES:
+        return CopyRequest(url=where, at=at)
+    if "://" not in where:
+        root, disk = os.path.abspath(where), OsDisk()
+        if _listening(root) and not at:
+            return None
+        if (standby := read_standby_state(disk, root)) is not None:
+            return CopyRequest(url=standby.url, store_id=standby.store_id, at=at, config=root)
+        origin = read_origin(disk, root)
+        if origin is not None and not origin.epoch:
+            restored = datetime.fromtimestamp(origin.at_ms / 1_000, UTC).isoformat()
+            return CopyRequest(url=origin.url, store_id=origin.store_id, at=at or restored, config=root)
+        if not os.path.isfile(os.path.join(root, names.CONFIG)) and _has_archive(root):
+            return CopyRequest(url=root, at=at)
+    if at:
+        hint = "`snapshot` names a version of a database; `archived_at` is for a bucket, a standby or a restore"
+        raise InvalidInput("`archived_at` is a moment of an archive", hint=hint, store=where)
+    return None
+
+
+def _has_archive(root: str) -> bool:
+    """Whether a directory is an object store with an archive."""
+    with suppress(OSError), os.scandir(root) as entries:
+        return any(os.path.isdir(os.path.join(entry.path, "archive")) for entry in entries)
+    return False
+
+
+def _listening(root: str) -> str:
+    """The socket at which a store is served; empty if it is not."""
+    socket_path = where_owner_listens(OsDisk(), root)
+    return socket_path if socket_path and is_alive(socket_path) else ""
+
+
 def _socket_of(root: str) -> str:
     if not os.path.isfile(os.path.join(root, names.CONFIG)):
         raise StoreNotFound("no store found", hint="create one with `quire init`", path=root)
-    socket_path = where_owner_listens(OsDisk(), root)
-    if not socket_path or not is_alive(socket_path):
-        raise Unavailable(
-            "no owner listens for this store",
-            hint="run `quire serve`, or pass `quire.spark.options_of(store)` in the process that owns it",
-            path=root,
-        )
-    return socket_path
+    if socket_path := _listening(root):
+        return socket_path
+    raise Unavailable(
+        "no owner listens for this store",
+        hint="run `quire serve`, or pass `quire.spark.options_of(store)` in the process that owns it",
+        path=root,
+    )

@@ -47,11 +47,12 @@ from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, QuireError, SnapshotGone, UnknownCursor
 from quire.core.timeline import Gaps, distance, step
+from quire.service.served_copies import IDLE_SECONDS
 from quire.service.tickets import LEASE_RENEW, OfLease
 from quire.spark.access import OwnerAddress, access_of
 from quire.spark.sources.error_messages import ReadableErrors
 
-COMMON = ("store", "path", "token", "token_file", "tls_ca_file")
+COMMON = ("store", "archived_at", "path", "token", "token_file", "tls_ca_file")
 SINK_OPTIONS = ("checkpointlocation", "queryname", "outputmode")
 """Spark's own, among the options of a sink."""
 
@@ -184,23 +185,24 @@ def _column(column: pa.Array, kind: pa.DataType) -> pa.Array:
 # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
 def kept(access: OwnerAddress, lease_id: int, keep_seconds: float) -> Iterator[None]:
-    """Renew a lease while the block runs; do nothing without one.
+    """Renew a lease while the block runs; do nothing without one. A copy of an archive is asked even so: it ends otherwise.
 
     A read that fails after the lease has ended raises `SnapshotGone`. It never returns wrong rows: names of objects are
     never used twice, and frames of a file's former life fail their checks.
     """
-    if not lease_id:
+    if not lease_id and not access.is_copy:
         yield
         return
+    every_seconds = min(keep_seconds, IDLE_SECONDS if access.is_copy else keep_seconds) / RENEWALS
     done = threading.Event()
     thread = threading.Thread(
-        target=_renew, args=(access, lease_id, keep_seconds / RENEWALS, done), name="quire-lease", daemon=True
+        target=_renew, args=(access, lease_id, every_seconds, done), name="quire-lease", daemon=True
     )
     thread.start()
     try:
         yield
     except QuireError as error:
-        if has_ended(access, lease_id):
+        if lease_id and has_ended(access, lease_id):
             raise SnapshotGone(
                 "the version that this DataFrame reads is no longer kept",
                 hint="load it again for the newest one; a named snapshot, or a longer `keep_seconds`, keeps one",
@@ -225,7 +227,7 @@ def has_ended(access: OwnerAddress, lease_id: int) -> bool:
 
 def _renew(access: OwnerAddress, lease_id: int, every_seconds: float, done: threading.Event) -> None:
     while not done.is_set():
-        if has_ended(access, lease_id):
+        if has_ended(access, lease_id) and lease_id:
             return
         done.wait(every_seconds)
 

@@ -203,6 +203,8 @@ class VersionRequest(DatabaseSelection):
     def _reading(self, client: Client) -> tuple[bool, str]:
         """(whether executors read objects alone, the directory that they read otherwise)."""
         objects = client.objects_url
+        if client.server.is_copy:
+            return False, client.path
         upload = self._upload == "true" or (self._upload == "auto" and "://" in objects and "memory:" not in objects)
         return upload, "" if upload else client.path
 

@@ -1,0 +1,142 @@
+"""Copies of archived stores that are served to Spark: `store="s3://…"`, and the directory of a standby or a restore.
+
+Sources are clients. Where nobody serves what they ask for, a process is started beside the driver that opens a copy of the
+archive (`quire.open_archive`) and serves that: `store/served_copy.py`.
+
+Rules
+  1. A driver has copies of its own. One ends with it, or when nobody has asked it anything for `IDLE_SECONDS`: tasks ask every
+     minute while they read.
+  2. A copy is used again for `FRESH_SECONDS`; the query after that gets a newer one. Both go on meanwhile.
+  3. Credentials travel through the environment, or in the quire.toml of the directory that was asked for; never as arguments,
+     and never in the note that names a copy.
+
+Threads and processes: any; one at a time starts a copy. Importable on executors. Raises `Unavailable`, and what opening the
+archive raises.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from hashlib import blake2b
+
+import msgspec
+
+from quire.core.clock import SystemClock
+from quire.core.errors import StoreLocked, Unavailable
+from quire.core.time_parsing import parse_moment
+from quire.durable.files import OsDisk, read_all, write_atomic
+from quire.durable.locks import FileLock
+from quire.service.sockets import is_alive, runtime_directory, where_owner_listens
+from quire.service.wire import error_of, read_form
+
+FRESH_SECONDS = 60
+"""How long queries use the same copy: restoring one takes seconds."""
+IDLE_SECONDS = 300
+"""How long a copy is served that nobody asks anything."""
+START_SECONDS = 600.0
+"""How long restoring a copy may take before another process gives up waiting for it."""
+ANSWER_BYTES_MAX = 65_536
+MODULE = "quire.store.served_copy"
+READY = b"ready "
+
+
+class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Which copy is wanted."""
+
+    url: str
+    store_id: str = ""
+    at: str = ""
+    """A moment as people type it; empty: the newest."""
+    config: str = ""
+    """A directory whose quire.toml says how the bucket is reached; empty: the environment does."""
+    driver: int = 0
+    """The process that it ends with."""
+
+
+class ServedCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """The note that names a copy."""
+
+    path: str
+    at_ms: int
+    """When it was asked for."""
+
+
+def served_copy(request: CopyRequest) -> str:
+    """The socket of a copy: of one that is fresh, or of a new one."""
+    if request.at:
+        parse_moment(request.at, "archived_at", now_ms=SystemClock().now_ms())  # before anything is started
+    request = msgspec.structs.replace(request, driver=driver_of(os.getpid()))
+    name = blake2b(msgspec.json.encode(request), digest_size=12).hexdigest()
+    note = os.path.join(runtime_directory(), f"copy-{name}.json")
+    with closing(_locked(f"{note}.lock")):
+        if socket_path := _fresh(note):
+            return socket_path
+        now_ms = SystemClock().now_ms()
+        path = _start(request)
+        write_atomic(OsDisk(), note, msgspec.json.encode(ServedCopy(path=path, at_ms=now_ms)))
+        return where_owner_listens(OsDisk(), path)
+
+
+def driver_of(pid: int) -> int:
+    """The JVM that a process was started by, for Spark; else the process itself."""
+    above = pid
+    with suppress(OSError, ValueError, IndexError):
+        while above > 1:
+            with open(f"/proc/{above}/stat", encoding="utf-8", errors="replace") as file:
+                command, _, rest = file.read().partition("(")[2].rpartition(")")
+            if command == "java":
+                return above
+            above = int(rest.split()[1])
+    return pid
+
+
+def _locked(path: str) -> FileLock:
+    ends = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return FileLock.acquire(path)
+        except StoreLocked:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.1)
+
+
+def _fresh(note: str) -> str:
+    """The socket of the copy that a note names, if it can be used; else nothing."""
+    try:
+        copy = msgspec.json.decode(read_all(OsDisk(), note), type=ServedCopy)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return ""
+    if not 0 <= SystemClock().now_ms() - copy.at_ms < FRESH_SECONDS * 1_000:
+        return ""
+    socket_path = where_owner_listens(OsDisk(), copy.path)
+    return socket_path if socket_path and is_alive(socket_path) else ""
+
+
+def _start(request: CopyRequest) -> str:
+    """Start a process that serves a copy; the copy's directory."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,  # an interrupt in a notebook is for the query
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdout as answers:
+        with process.stdin as asked, suppress(BrokenPipeError):
+            asked.write(msgspec.json.encode(request))
+        answer = answers.read(ANSWER_BYTES_MAX)
+    if answer.startswith(READY):
+        process.returncode = 0  # it goes on; nobody waits for it
+        return os.fsdecode(answer.removeprefix(READY))
+    process.wait()
+    if answer:
+        raise error_of(read_form(answer))
+    raise Unavailable("a copy of the archive could not be opened", url=request.url, exit_code=process.returncode)

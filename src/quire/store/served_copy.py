@@ -1,0 +1,86 @@
+"""The process that serves a copy of an archived store to Spark: `python -m quire.store.served_copy`.
+
+It reads a `CopyRequest` from standard input, opens the copy, and answers `ready` and the copy's directory, or an error, on
+standard output. The copy is removed when the process ends; see `service/served_copies.py`.
+
+Threads: one. Raises nothing: errors are the answer.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.core.clock import SystemClock
+from quire.core.errors import QuireError, StorageFault
+from quire.core.time_parsing import parse_moment
+from quire.durable.files import OsDisk
+from quire.objects.options import options_at
+from quire.service.served_copies import ANSWER_BYTES_MAX, IDLE_SECONDS, READY, CopyRequest
+from quire.service.wire import write_form
+from quire.store import layout
+from quire.store.archive_copy import open_archive
+
+if TYPE_CHECKING:
+    from quire.service.server import Server
+    from quire.store.store import Store
+
+LOOK_SECONDS = 5.0
+"""Between two looks whether somebody asks."""
+
+
+def main() -> int:
+    """Serve what is asked for, until nobody needs it."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(ANSWER_BYTES_MAX), type=CopyRequest)
+    answer = os.dup(1)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)  # the answer ends for its reader when we have given it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the copy's directory goes
+    try:
+        copy = opened(request)
+    except QuireError as error:
+        os.write(answer, write_form(error))
+        return 1
+    except OSError as error:
+        os.write(answer, write_form(StorageFault("the copy could not be opened", cause=str(error))))
+        return 1
+    with copy, closing(copy.serve()) as server:
+        os.write(answer, READY + os.fsencode(copy.path))
+        os.close(answer)
+        wait(server, request.driver)
+    return 0
+
+
+def opened(request: CopyRequest) -> Store:
+    """The copy."""
+    at_ms = parse_moment(request.at, "archived_at", now_ms=SystemClock().now_ms()) if request.at else None
+    options = None
+    if request.config:
+        options = options_at(request.url, layout.read_config(OsDisk(), request.config, None), [])
+    return open_archive(request.url, at_ms=at_ms, store_id=request.store_id, options=options)
+
+
+def wait(server: Server, driver: int) -> None:
+    """Return when the driver has ended, or nobody has asked anything for a while."""
+    try:
+        ended = os.pidfd_open(driver)
+    except OSError:
+        return  # it has ended already
+    seen, last = server.figures(), time.monotonic()
+    while time.monotonic() - last < IDLE_SECONDS:
+        if select.select([ended], [], [], LOOK_SECONDS)[0]:
+            return
+        now = server.figures()
+        if now != seen or now.calls_now or now.streams_now:
+            seen, last = now, time.monotonic()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
