@@ -256,10 +256,9 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
         if objects is None:
             continue
         old_parts = [(key, taken) for key, (number, taken) in objects.parts.items() if Position(epoch, number) < first]
-        # The last one of an epoch is its seal. It stays: without it, an owner that was suspended for longer than the window
-        # would write on, and acknowledge it.
-        seal = max(objects.logs, default=NONE) if epoch < first.epoch else NONE
-        old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first and number != seal)
+        # Without its seals, an owner that was suspended for longer than the window would write on, and acknowledge it.
+        seals = _seals(store, listing.store_id, epoch, objects.logs) if epoch < first.epoch else ()
+        old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first and number not in seals)
         files += [(key, taken) for key, (number, taken) in objects.files.items() if Position(epoch, number) < first]
         parts += [key for key, _ in old_parts]
         logs += [log_key(listing.store_id, Position(epoch, number)) for number in old_logs]
@@ -269,6 +268,16 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
         files = [(key, taken) for key, taken in files if key not in named]
     size += sum(taken for _, taken in files)
     return TrimPlan(parts=parts, logs=logs, files=[key for key, _ in files], size_bytes=size)
+
+
+def _seals(store: ObjectStore, store_id: str, epoch: int, logs: Collection[int]) -> set[int]:
+    """The numbers of the seals that an epoch's log ends with: one, or more of a takeover that was hard."""
+    seals = set()
+    for number in sorted(logs, reverse=True):
+        if header_of(store, store_id, Position(epoch, number)).kind is not Kind.SEAL:
+            break
+        seals.add(number)
+    return seals
 
 
 def files_of(store: ObjectStore, store_id: str, kept: Oldest) -> Iterator[str]:
