@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -10,7 +11,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,7 @@ import quire
 from quire.service.tokens import Credentials
 from quire.service.web.answers import SECURITY_HEADERS as HEADERS
 from quire.service.web.dashboard import BODY_BYTES_MAX
+from quire.service.web.protocol import _CycleTransport
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.service.test_access import certificate
@@ -374,3 +376,50 @@ def test_https_serves_and_needs_both_files(path: Path, tmp_path: Path) -> None:
             assert Asker(web.address).raw(b"GET / HTTP/1.1\r\n\r\n") == b""
             with urllib.request.urlopen(f"{web.address}/healthz", context=context, timeout=60) as answer:
                 assert answer.status == 200
+
+
+def test_the_head_of_an_answer_travels_with_its_body_and_alone_if_that_takes_long() -> None:
+    """One call of the system for each answer."""
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        def write(self, data: bytes) -> None:
+            self.sent.append(data)
+
+        def writelines(self, parts: tuple[bytes, ...]) -> None:
+            self.sent.append(b"".join(parts))
+
+        def is_closing(self) -> bool:
+            return False
+
+    class Connection:
+        def __init__(self) -> None:
+            self.transport, self.loop = Recorder(), asyncio.get_running_loop()
+
+        def close_gently(self) -> None:
+            self.transport.sent.append(b"closed")
+
+    async def run() -> list[bytes]:
+        connection = Connection()
+        transport = _CycleTransport(cast(Any, connection))
+        transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        transport.write(b"body")
+        transport.write(b"more")
+        transport.write(b"HTTP/1.1 201 Created\r\n\r\n")
+        await asyncio.sleep(0)
+        transport.write(b"late")
+        transport.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        transport.close()
+        await asyncio.sleep(0)
+        return connection.transport.sent
+
+    assert asyncio.run(run()) == [
+        b"HTTP/1.1 200 OK\r\n\r\nbody",
+        b"more",
+        b"HTTP/1.1 201 Created\r\n\r\n",
+        b"late",
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"closed",
+    ]
