@@ -67,12 +67,12 @@ docs: $(STAMP) ## the documentation site, in build/site
 	@echo "$(BUILD)/site/index.html"
 
 man: $(STAMP) ## man pages of all commands, in build/man/man1
-	@$(BIN)/python -m quire.cli.man $(BUILD)/man/man1
+	@rm -rf $(BUILD)/man && $(BIN)/python -m quire.cli.man $(BUILD)/man/man1
 
 # Times in the archives are those of hatchling, or SOURCE_DATE_EPOCH: two builds of one tree are the same bytes.
 # The pure wheel, which any machine may install; from the source distribution the C part is built where it is installed.
-dist: $(STAMP) ## the wheel and the source distribution, ready to publish, in dist
-	@rm -rf dist && umask 022 && QUIRE_PURE=1 $(BIN)/python -m hatchling build -d dist > /dev/null
+dist: man ## the wheel, with man pages, and the source distribution, ready to publish, in dist
+	@rm -rf dist && umask 022 && QUIRE_PURE=1 QUIRE_MAN=$(BUILD)/man/man1 $(BIN)/python -m hatchling build -d dist > /dev/null
 	@cd dist && sha256sum *
 
 # Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as

@@ -1,7 +1,12 @@
-"""Builds the parts in C (`LIBRARIES`, in `src/quire/sqlite`) into what is installed, where that is possible.
+"""Puts into a wheel what is made for it: the parts in C (`LIBRARIES`, in `src/quire/sqlite`), and the man pages.
 
-They need a C compiler (`CC`, or `cc`), and that of the VFS SQLite's header `sqlite3ext.h`. With neither of them, or with
-`QUIRE_PURE=1`, the wheel is the pure one; `quire doctor` says which were built. Nothing here makes an install fail.
+The parts in C need a C compiler (`CC`, or `cc`), and that of the VFS SQLite's header `sqlite3ext.h`. With neither of them, or
+with `QUIRE_PURE=1`, the wheel is the pure one; `quire doctor` says which were built.
+
+Man pages are taken from the directory that `QUIRE_MAN` names, as `make dist` does it: making them needs all that quire needs,
+which is not there where a wheel is built. They are installed in `share/man/man1` of the environment.
+
+Nothing here makes an install fail.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ class ShimHook(BuildHookInterface):
                 target.unlink(missing_ok=True)  # of another version, or of another machine
                 self._build(sources / name, target)
             return
+        man = os.environ.get("QUIRE_MAN", "")
+        for page in sorted(Path(self.root, man).glob("*.1")) if man else ():
+            build_data["shared_data"][str(page)] = f"share/man/man1/{page.name}"
         self._scratch = tempfile.TemporaryDirectory(prefix="quire-build-")
         for name, library in LIBRARIES.items():
             target = Path(self._scratch.name, library)

@@ -22,7 +22,6 @@ import quire
 from bench import row_changes
 from bench.report import Report
 from quire.core.limits import MIB
-from quire.store.mirrors import MirrorRun
 
 DATABASES, ROWS = 1_000, 10_000
 QUICK_DATABASES = 100
@@ -64,7 +63,7 @@ def change(store: quire.Store, names: list[str], rng: random.Random, rows: int) 
             )
 
 
-def timed(store: quire.Store, runner: str) -> tuple[float, MirrorRun]:
+def timed(store: quire.Store, runner: str) -> tuple[float, quire.MirrorRun]:
     """One run, and how long it took."""
     started = time.perf_counter()
     ended = store.mirrors.run("lake", runner=runner)

@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from quire.manifest.replica import Replica
     from quire.pages.view import SnapshotView
     from quire.service.client import connect
+    from quire.service.values import MirrorRun, MirrorStatus
     from quire.store.archive_copy import open_archive
     from quire.store.backup import BackedUp
     from quire.store.cloning import Cloned, clone
@@ -153,6 +154,8 @@ __all__ = [
     "ManifestIntegrityError",
     "ManifestLogSettings",
     "ManifestSettings",
+    "MirrorRun",
+    "MirrorStatus",
     "NameTaken",
     "NotArchived",
     "NotFound",
@@ -242,6 +245,8 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "Replica": "quire.manifest.replica",
         "SnapshotView": "quire.pages.view",
         "connect": "quire.service.client",
+        "MirrorRun": "quire.service.values",
+        "MirrorStatus": "quire.service.values",
         "open_archive": "quire.store.archive_copy",
         "BackedUp": "quire.store.backup",
         "Cloned": "quire.store.cloning",

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import quire
+from quire.core.clock import SystemClock
+from quire.testing.clock import ManualClock
 from tests.cli.conftest import Run
+from tests.jobs.mirror_world import quiet_settings
 
 
 def test_a_mirror_from_its_definition_to_its_end(run: Run, path: Path, tmp_path: Path) -> None:
@@ -32,6 +36,32 @@ def test_a_mirror_from_its_definition_to_its_end(run: Run, path: Path, tmp_path:
     assert run("mirror", "drop", "lake", "--yes", "--json").data["dropped"]["name"] == "lake"
     assert run("mirror", "ls", "--json").data == []
     assert (tmp_path / "lake" / "manifest.json").exists()
+
+
+def test_people_see_that_a_mirror_is_late_or_fails(run: Run, tmp_path: Path) -> None:
+    assert "mirrors" not in {row["check"] for row in run("doctor", "--json").data}
+    path, yesterday = tmp_path / "old", ManualClock(SystemClock().now_ms() - 86_400_000)
+    with quire.open(path, settings=quiet_settings(), clock=yesterday) as store:
+        with closing(store.sqlite("shop", create=True)) as connection:
+            connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, pieces INTEGER)")
+        store.mirrors.create("lake", "shop", "orders", f"parquet:{tmp_path}/lake", every_seconds=3600)
+        store.mirrors.run("lake", runner="threads")
+
+    def doctor() -> dict[str, Any]:
+        return {row["check"]: row for row in run("doctor", "--json", at=path).data}["mirrors"]
+
+    assert (doctor()["state"], doctor()["detail"]) == ("ok", "1 mirror, 0 behind, none late")
+    assert "lake: up to date" in run("info", at=path).out
+    with quire.open(path, settings=quiet_settings()) as store, closing(store.sqlite("shop")) as connection:
+        connection.execute("INSERT INTO orders VALUES (1, 'no number')")
+    assert (doctor()["state"], doctor()["detail"]) == ("warn", "lake: 1 database changed, for at most 24 h")
+    assert "lake: 1 database changed, for at most 24 h" in run("info", at=path).out
+    (told,) = run("info", "--json", at=path).data["mirrors"]
+    assert told["lag_seconds"] >= 86_400
+    assert run("mirror", "run", "lake", at=path).code != 0
+    assert "1 failed run" in run("info", at=path).out
+    assert doctor()["detail"].startswith("lake: 1 run failed: ")
+    assert "1 run; the last: " in run("mirror", "status", "lake", at=path).out
 
 
 def test_mistakes_are_sentences(run: Run, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.jobs.mirror.parquet_target import NEWEST
 from quire.manifest.records import DbKind
-from quire.store.mirrors import MirrorRun
 from quire.store.store import Store
 
 FORMATS = ("parquet", "delta", "iceberg")
@@ -121,7 +120,7 @@ class World:
         target, options = target_at(self.root, self.kind)
         store.mirrors.create("lake", "tenant-*", "orders", target, options={**options, **self.options})
 
-    def run(self, store: Store, **how: Any) -> MirrorRun:
+    def run(self, store: Store, **how: Any) -> quire.MirrorRun:
         """Run the mirror, and hold the target against the databases."""
         ended = store.mirrors.run("lake", runner="threads", **how)
         self.check(store)

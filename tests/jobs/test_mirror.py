@@ -524,6 +524,42 @@ def test_mirrors_survive_a_restart(plain: World) -> None:
         assert [status.rows for status in reader.mirrors.list()] == [4]
 
 
+def test_a_status_says_for_how_long_a_target_lacks_something_and_why(plain: World, tmp_path: Path) -> None:
+    clock = ManualClock(1_750_000_000_000)
+    with quire.open(tmp_path / "store", settings=quiet_settings(), clock=clock) as store:
+        fill(store, "tenant-1")
+        target = tmp_path / "lake"
+        made = store.mirrors.create("lake", "tenant-*", "orders", f"parquet:{target}", every_seconds=60)
+        assert (made.lag_seconds, made.failures, made.is_late) == (0, 0, False)
+        clock.advance(10)
+        assert store.mirrors.status("lake").lag_seconds == 10
+        plain.run(store)
+        clock.advance(10)
+        synced = store.mirrors.status("lake")
+        assert (synced.lag_seconds, synced.lag_frames, synced.failures) == (0, 0, 0)
+        frames = store.pages.open("tenant-1").wal.written.lsn
+        with closing(store.sqlite("tenant-1")) as connection:
+            connection.execute("DELETE FROM orders WHERE id = 1")
+        behind = store.mirrors.status("lake")
+        assert (behind.lag_seconds, behind.lag_frames) == (10, store.pages.open("tenant-1").wal.written.lsn - frames)
+        shutil.move(target, tmp_path / "away")
+        target.write_text("no directory")
+        for number in (1, 2):
+            clock.advance(100)
+            with pytest.raises(Exception, match="lake"):
+                store.mirrors.run("lake", runner="threads")
+            failed = store.mirrors.status("lake")
+            assert failed.failures == number
+            assert "lake" in failed.error
+        assert failed.is_late
+        assert store.info().mirrors == (failed,)
+        target.unlink()
+        shutil.move(tmp_path / "away", target)
+        plain.run(store)
+        mended = store.mirrors.status("lake")
+        assert (mended.failures, mended.error, mended.is_late) == (0, "", False)
+
+
 def test_the_owner_runs_mirrors_on_their_schedules(plain: World, tmp_path: Path) -> None:
     clock = ManualClock(1_750_000_000_000)
     with quire.open(tmp_path / "scheduled", settings=quiet_settings(), clock=clock) as store:

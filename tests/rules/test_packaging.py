@@ -26,6 +26,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from quire.cli.main import Program
+from quire.cli.man import main as write_man_pages
+from quire.cli.man import pages
 from tests.rules.test_docs_run import programs
 from tests.rules.tree import ROOT, SRC
 
@@ -64,6 +66,16 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     assert {name for name in packed if not name.startswith(info)} == ours
     assert "quire/py.typed" in packed
     assert f"{info}/licenses/LICENSE" in packed
+
+
+def test_man_pages_are_installed_where_man_looks(tmp_path: Path) -> None:
+    """As `make dist` builds it; `man` looks in `share/man` beside the `bin` of an environment that is on the PATH."""
+    assert write_man_pages([str(tmp_path / "man1")]) == 0
+    made = built_wheel(tmp_path / "wheel", QUIRE_PURE="1", QUIRE_MAN=str(tmp_path / "man1"))
+    pip({}, "install", str(made), "--target", str(tmp_path / "environment"))  # with --prefix it would uninstall ours
+    installed = tmp_path / "environment" / "share" / "man" / "man1"
+    assert {page.name: page.read_text("utf-8") for page in installed.iterdir()} == pages()
+    assert "quire-mirror-run.1" in pages()
 
 
 compiler = pytest.mark.skipif(
@@ -156,7 +168,8 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     """As `make dist` builds them, from two copies of the tree, at different times and with other files beside them."""
     line = next(line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if "hatchling build" in line)
     before, command = line.replace("-d dist > /dev/null", "").split("$(BIN)/")
-    variables = {**os.environ, **dict(re.findall(r"(\w+)=(\w+)", before))}
+    variables = {**os.environ, **dict(re.findall(r"(\w+)=([\w/]+)", before.replace("$(BUILD)", "build")))}
+    assert variables["QUIRE_MAN"] == "build/man/man1"
     built = []
     for number in (1, 2):
         tree = tmp_path / f"tree-{number}"
@@ -168,6 +181,7 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
                 os.utime(tree / name, (1_600_000_000 + number * 86_400,) * 2)
         (tree / "build").mkdir()
         (tree / "build" / "left.over").write_text(str(number), "utf-8")
+        write_man_pages([str(tree / "build" / "man" / "man1")])
         out = tmp_path / f"dist-{number}"
         arguments = [sys.executable, *shlex.split(command)[1:], "-d", str(out)]
         ended = subprocess.run(arguments, cwd=tree, env=variables, capture_output=True, text=True, timeout=300)

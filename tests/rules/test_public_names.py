@@ -34,6 +34,8 @@ FUNCTIONS_AND_CLASSES = [
     "MaintenanceSettings",
     "ManifestLogSettings",
     "ManifestSettings",
+    "MirrorRun",
+    "MirrorStatus",
     "ObjectSettings",
     "PagesSettings",
     "Promoted",

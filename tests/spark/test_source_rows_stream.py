@@ -312,6 +312,39 @@ def test_few_databases_at_a_time_and_none_is_starved(store: Store) -> None:
     assert set(seen[:6]) == {"d0", "d1", "d2", "d3", "d4"}
 
 
+def test_few_changes_at_a_time_however_large_one_is(store: Store) -> None:
+    """A batch ends before the database with which it would have more than `max_pages`; one that is larger comes alone."""
+    for number in range(4):
+        run(store, f"d{number}", "CREATE TABLE t(a TEXT)", "INSERT INTO t VALUES (0)")
+    query = Query(store, max_pages=1_000)
+    assert {row[0] for row in query.next()} == {"d0", "d1", "d2", "d3"}
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)"
+    many = f"{numbers} INSERT INTO t SELECT printf('%4000d', i) FROM n"
+    for number in range(4):
+        run(store, f"d{number}", many if number in (1, 2) else "INSERT INTO t VALUES (1)")
+    seen = [sorted({row[0] for row in query.next()}) for _ in range(5)]
+    assert seen == [["d0"], ["d1"], ["d2"], ["d3"], []]
+
+
+def test_dropped_databases_count(store: Store) -> None:
+    for number in range(5):
+        run(store, f"d{number}", "CREATE TABLE t(a)", "INSERT INTO t VALUES (0)")
+    query = Query(store, max_databases=2)
+    while query.next():
+        pass
+    for number in range(4):
+        store.drop(f"d{number}")
+    run(store, "d4", "INSERT INTO t VALUES (1)")
+    batches = [query.next() for _ in range(4)]
+    assert [len({row[0] for row in batch}) for batch in batches] == [2, 2, 1, 0]
+    assert sorted(row[:2] for batch in batches for row in batch) == [
+        *((f"d{number}", "delete") for number in range(4)),
+        ("d4", "insert"),
+    ]
+    query.reader.commit(query.offsets[-1])
+    assert pins(store) == 1
+
+
 def test_what_is_available_now_ends(store: Store) -> None:
     for number in range(3):
         run(store, f"d{number}", "CREATE TABLE t(a)", "INSERT INTO t VALUES (0)")

@@ -18,13 +18,16 @@ from typing import Any
 import psutil
 import pyspark
 import pytest
+from deltalake import DeltaTable
 
 import quire
 from quire.service.loads import Loads
 from quire.spark.java import find_java, quiet_home
+from tests.jobs.mirror_world import read_databases, sorted_rows
 from tests.rules.tree import ROOT
 from tests.service.test_access import certificate
 from tests.spark.cluster_child import fill, s3, s3_environment, unseen_store
+from tests.spark.standalone_child import LAKE
 from tests.spark.test_cluster import EXPECTED
 
 JARS = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
@@ -204,3 +207,27 @@ def test_a_driver_is_killed_when_its_batch_was_written(
         found = [number for (number,) in shop.execute("SELECT id FROM copied ORDER BY id")]
         assert found == [10 * number + row for number in range(3) for row in range(5)]
         assert list(shop.execute("SELECT batch FROM quire_sinks")) == [(2,)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mirror_outlives_its_executors_and_its_driver(cluster: Cluster, tmp_path: Path) -> None:
+    """Files are written by executors that see buckets only, and each change is in the table once."""
+    where = str(tmp_path / "mirrored")
+    driver = cluster.drive("mirror", where)
+    while not (running := cluster.executors()):
+        assert driver.poll() is None
+    running[0].kill()
+    first = json.loads(ended(driver))
+    assert (first["runner"], first["full"], first["rows_written"]) == ("spark", True, 16_000)
+    # Between the table's commit and its adoption: the next driver finds the number of the batch in the table.
+    killed = cluster.drive("mirror", where, "jobs.mirror.committed")
+    killed.communicate(timeout=SECONDS)
+    assert killed.returncode == -signal.SIGKILL
+    third = json.loads(ended(cluster.drive("mirror", where)))
+    assert (third["runner"], third["full"], third["changed"]) == ("spark", False, 1)
+    assert third["batch_id"] > first["batch_id"] + 1
+    found = sorted_rows(DeltaTable(LAKE).to_pyarrow_table().to_pylist())
+    with quire.open(where, "r") as store:
+        assert store.mirrors.status("lake").changed == 0
+        assert found == read_databases(store)

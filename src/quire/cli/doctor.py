@@ -27,7 +27,7 @@ from quire.cli.archive import state_text
 from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
-from quire.cli.formatting import count_of, here, size, span
+from quire.cli.formatting import behind_text, count_of, here, size, span
 from quire.cli.manifest import RESTORE, unreadable
 from quire.cli.output import Listing, ListingRow
 from quire.core.clock import SystemClock
@@ -52,6 +52,7 @@ from quire.spark.java import find_java
 from quire.sqlite.shim_library import leaves_build, shim_build
 from quire.store.info import archive_beside
 from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
+from quire.store.mirrors import mirror_statuses
 from quire.store.object_location import NOT_NEEDED, is_inside, open_place, place_of, state_beside
 from quire.store.object_location import options_of as place_options
 
@@ -283,6 +284,9 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
             places = [
                 (row.name, row.url) for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.name and not row.dropped_at_ms
             ]
+            has_mirrors = txn.count(t.MIRROR) > 0
+        if has_mirrors:
+            yield _probed("mirrors", lambda: _mirrors(manifest))
         if followed:
             yield _probed("followed files", lambda: _followed(root, followed))
         for name, url in places if with_objects else ():
@@ -327,6 +331,27 @@ def _jobs(manifest: ManifestStore) -> CheckResult:
         return CheckResult("jobs", "ok", "no failed jobs")
     detail = f"{count_of(len(failed), 'job')} failed permanently; the last, {job.kind.name.lower()}: {job.error}"
     return CheckResult("jobs", "warn", detail, "`quire jobs ls --state failed` lists them")
+
+
+def _mirrors(manifest: ManifestStore) -> CheckResult:
+    """Whether lakehouse tables follow their databases: runs that fail, and tables that are late by their own schedule."""
+    with manifest.read() as txn:
+        mirrors = mirror_statuses(txn, CLOCK.now_ms())
+    trouble = [
+        *(
+            f"{mirror.name}: {count_of(mirror.failures, 'run')} failed: {mirror.error}"
+            for mirror in mirrors
+            if mirror.failures
+        ),
+        *(f"{mirror.name}: {behind_text(mirror)}" for mirror in mirrors if mirror.is_late and not mirror.failures),
+    ]
+    if trouble:
+        more = f", and {len(trouble) - 1:,} more" if len(trouble) > 1 else ""
+        return CheckResult(
+            "mirrors", "warn", trouble[0] + more, "`quire mirror run NAME` runs it now; its owner retries"
+        )
+    behind = sum(mirror.changed + mirror.dropped > 0 for mirror in mirrors)
+    return CheckResult("mirrors", "ok", f"{count_of(len(mirrors), 'mirror')}, {behind:,} behind, none late")
 
 
 def _readers(manifest: ManifestStore) -> CheckResult:

@@ -19,6 +19,7 @@ from quire.core.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from quire.manifest.slots import Chain
+    from quire.service.values import MirrorStatus
 
 SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has them whole."""
@@ -137,6 +138,15 @@ def count_of(number: int, one: str, many: str = "") -> str:
     ('1 database', '2,000 batches')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def behind_text(status: MirrorStatus) -> str:
+    """What the target of a mirror lacks, and for how long; empty if nothing."""
+    behind = [
+        *([f"{count_of(status.changed, 'database')} changed"] if status.changed else []),
+        *([f"{status.dropped:,} dropped"] if status.dropped else []),
+    ]
+    return f"{', '.join(behind)}, for at most {span(int(status.lag_seconds * 1000))}" if behind else ""
 
 
 def tags_text(tags: dict[str, str]) -> str:

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import behind_text, count_of, moment, size
 from quire.cli.job_progress import Bench
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
 from quire.cli.output import Facts, Listing, ListingRow, Note
+from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput
 from quire.core.time_parsing import duration, parse_duration
 from quire.jobs.mirror.changed import find_mirror
 from quire.store.mirrors import mirror_status, mirror_statuses
 
 if TYPE_CHECKING:
-    from quire.store.mirrors import MirrorRun, MirrorStatus
+    from quire.service.values import MirrorRun, MirrorStatus
 
 group = Group("mirror")
 
@@ -76,14 +77,14 @@ def run(
 def status(cli: Cli, name: Name) -> Facts:
     """Show a mirror and how far its target is behind."""
     with cli.reader() as manifest, manifest.read() as txn:
-        return _facts(mirror_status(txn, *find_mirror(txn, name)))
+        return _facts(mirror_status(txn, *find_mirror(txn, name), SystemClock().now_ms()))
 
 
 @command("ls", group, example="quire mirror ls")
 def list_(cli: Cli) -> Listing:
     """List the mirrors."""
     with cli.reader() as manifest, manifest.read() as txn:
-        statuses = mirror_statuses(txn)
+        statuses = mirror_statuses(txn, SystemClock().now_ms())
     rows = [
         ListingRow(
             [
@@ -114,10 +115,6 @@ def drop(cli: Cli, name: Name, yes: Yes = False) -> Note:
 
 
 def _facts(status: MirrorStatus) -> Facts:
-    behind = [
-        *([f"{count_of(status.changed, 'database')} changed"] if status.changed else []),
-        *([f"{status.dropped:,} dropped"] if status.dropped else []),
-    ]
     lines = [
         ("mirror", status.name),
         ("databases", f"{', '.join(status.databases)} ({status.followed:,} now)"),
@@ -126,7 +123,8 @@ def _facts(status: MirrorStatus) -> Facts:
         ("runs", f"every {duration(int(status.every_seconds))}" if status.every_seconds else "on request"),
         ("holds", f"{count_of(status.rows, 'row')} of {count_of(status.held, 'database')}, {size(status.size_bytes)}"),
         ("synced", _when(status)),
-        ("behind", ", ".join(behind) or "nothing"),
+        ("behind", behind_text(status) or "nothing"),
+        *([("failed", f"{count_of(status.failures, 'run')}; the last: {status.error}")] if status.failures else []),
     ]
     return Facts(lines=lines, data=status)
 

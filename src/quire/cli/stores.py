@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import quire
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import article, count_of, moment, size, tags_text
+from quire.cli.formatting import article, behind_text, count_of, moment, size, tags_text
 from quire.cli.lookup import Database, Yes, tags_of
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.core.errors import InvalidInput, UnknownDatabase
@@ -24,7 +24,7 @@ from quire.store.layout import DirectoryState, check_objects_url, look
 
 if TYPE_CHECKING:
     from quire.service.client import Client
-    from quire.service.values import DatabaseInfo, DroppedDatabase, StoreInfo
+    from quire.service.values import DatabaseInfo, DroppedDatabase, MirrorStatus, StoreInfo
     from quire.store.store import Store
 
 LISTED = 1_000
@@ -164,6 +164,7 @@ def info(cli: Cli) -> Facts:
             ("unreferenced", f"{count_of(summary.unreferenced, 'artifact')} awaiting deletion"),
             ("jobs", f"{summary.jobs:,}"),
             *([("follows", count_of(summary.followed_files, "SQLite file"))] if summary.followed_files else []),
+            *[("mirror", _mirror_text(mirror)) for mirror in summary.mirrors],
             ("change feed", changes),
             ("manifest", f"{size(summary.manifest_bytes)} in a map of {size(summary.map_bytes)}"),
             ("readers", f"{count_of(summary.readers, 'slot')} in use"),
@@ -172,6 +173,12 @@ def info(cli: Cli) -> Facts:
         ],
         data=summary,
     )
+
+
+def _mirror_text(mirror: MirrorStatus) -> str:
+    """A mirror, and whether its target lacks something."""
+    failed = f"; {count_of(mirror.failures, 'failed run')}" if mirror.failures else ""
+    return f"{mirror.name}: {behind_text(mirror) or 'up to date'}{failed}"
 
 
 def _owner_text(summary: StoreInfo) -> str:

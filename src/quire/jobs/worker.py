@@ -163,7 +163,7 @@ class Worker:
             self._hold(running)
         if reraise and running.error is not None:
             with suppress(IllegalTransition):  # it has failed for good already
-                jobs.cancel(job_id)
+                jobs.cancel(job_id, f"{type(running.error).__name__}: {running.error}")
             raise running.error
         return True
 

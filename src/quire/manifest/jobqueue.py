@@ -282,9 +282,9 @@ class JobQueue:
 
     # ── from outside ──────────────────────────────────────────────────────────────────────────────────────────────────
     @changes
-    def cancel(self, job_id: int) -> None:
+    def cancel(self, job_id: int, error: str = "cancelled") -> None:
         """End a job that has not ended. A worker on it notices when it renews."""
-        self._manifest.submit([CompleteJob(job_id, JobState.CANCELLED, error="cancelled")]).result()
+        self._manifest.submit([CompleteJob(job_id, JobState.CANCELLED, error=error[:ERROR_CHARS_MAX])]).result()
 
     @changes
     def retry(self, job_id: int) -> int:

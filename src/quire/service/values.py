@@ -104,6 +104,72 @@ class DroppedDatabase(msgspec.Struct, frozen=True, kw_only=True):
     """Of what it has made; forks may hold some of it."""
 
 
+class MirrorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A mirror, and how far its target is behind."""
+
+    name: str
+    databases: list[str]
+    """Names and patterns."""
+    table: str
+    target: str
+    options: dict[str, str]
+    every_seconds: float
+    """Between two scheduled runs; 0: it runs on request."""
+    created_at_ms: int
+    started_at_ms: int
+    """When the last run began; 0 for never."""
+    synced_at_ms: int
+    """When the target was last brought up to date; 0 for never."""
+    batch_id: int
+    """The last commit in the target."""
+    followed: int
+    """Databases that match now."""
+    held: int
+    """Databases that the target holds …"""
+    rows: int
+    """… with so many rows …"""
+    size_bytes: int
+    """… in so many bytes of files."""
+    changed: int
+    """Databases that have changed since, or are new."""
+    dropped: int
+    """Databases that are gone, and are in the target still."""
+    lag_seconds: float
+    """Since the target was last up to date, or the mirror was created; 0 while nothing has changed. What it lacks was written
+    at most so long ago."""
+    lag_frames: int
+    """Page versions that were written to the databases and are not in the target, as their lsn count them."""
+    failures: int
+    """Runs that have failed since the target was last up to date …"""
+    error: str
+    """… and the last one's error."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it has missed two of its scheduled runs, and the target lacks something."""
+        return self.every_seconds > 0 and self.lag_seconds > 3 * self.every_seconds
+
+
+class MirrorRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run of a mirror did."""
+
+    mirror: str
+    batch_id: int
+    """The commit that the target holds now."""
+    full: bool
+    """Whether everything was written: the first time, and when target and store disagree."""
+    databases: int
+    changed: int
+    dropped: int
+    copied: int
+    """Databases that did not change and were written again, because they share a file with one that did."""
+    files_added: int
+    files_removed: int
+    rows_written: int
+    bytes_written: int
+    runner: str
+
+
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A store as a whole."""
 
@@ -143,6 +209,8 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that read page databases of this store beside its owner, oldest first."""
     archive: ArchiveStatus | None = None
     """How the archive is doing; `None` if `archive.mode` is off."""
+    mirrors: tuple[MirrorStatus, ...] = ()
+    """Lakehouse tables that follow databases of the store, by name."""
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):

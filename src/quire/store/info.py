@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import msgspec
 
+from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.reader_info import ReaderInfo
 from quire.durable import names
@@ -24,7 +26,14 @@ from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
-from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, StoreInfo
+from quire.service.values import (
+    DatabaseFilter,
+    DatabaseFilterOptions,
+    DatabaseInfo,
+    DroppedDatabase,
+    MirrorStatus,
+    StoreInfo,
+)
 from quire.store import layout
 from quire.store.exclusive_artifacts import own_bytes
 from quire.store.listing import matching
@@ -85,7 +94,14 @@ class StoreReader:
             figures = self._env.info()
             archive = archive_beside(txn, self.path, self._settings, owner, self._env.last_txn_id())
             return store_info(
-                txn, path=self.path, mode="r", object_store=url, owner=owner, figures=figures, archive=archive
+                txn,
+                path=self.path,
+                mode="r",
+                object_store=url,
+                owner=owner,
+                figures=figures,
+                archive=archive,
+                now_ms=SystemClock().now_ms(),
             )
 
 
@@ -163,8 +179,10 @@ def store_info(
     owner: OwnerState,
     figures: dict[str, int],
     archive: ArchiveStatus | None,
+    now_ms: int,
+    newest: Mapping[int, int] | None = None,
 ) -> StoreInfo:
-    """What the snapshot, with the manifest's own figures, says about the store."""
+    """What the snapshot, with the manifest's own figures, says about the store; `newest` as of `mirror_status`."""
     kinds: Tally[str] = Tally()
     dropped = 0
     for _, record in txn.databases():
@@ -200,7 +218,17 @@ def store_info(
         followed_files=txn.count(t.FOLLOWED_FILES),
         page_readers=_page_readers(txn, path),
         archive=archive,
+        mirrors=_mirrors(txn, now_ms, newest),
     )
+
+
+def _mirrors(txn: ReadTxn, now_ms: int, newest: Mapping[int, int] | None) -> tuple[MirrorStatus, ...]:
+    if not txn.count(t.MIRROR):
+        return ()
+
+    from quire.store.mirrors import mirror_statuses  # loads the jobs, which a store without mirrors does not need
+
+    return tuple(mirror_statuses(txn, now_ms, newest))
 
 
 def archive_beside(

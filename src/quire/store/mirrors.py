@@ -22,12 +22,20 @@ from quire.core.barrier import changes
 from quire.core.errors import InvalidInput
 from quire.durable.names import check_name
 from quire.jobs.handler import Progress
-from quire.jobs.mirror.changed import differences, find_mirror, held_databases
+from quire.jobs.mirror.changed import (
+    LiveDatabase,
+    differences,
+    failed_runs,
+    find_mirror,
+    held_databases,
+    newest_versions,
+)
 from quire.jobs.runner import no_tick
 from quire.manifest import tables as t
 from quire.manifest.ops.mirrors import DropMirror, PutMirror
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import JobKind, MirrorRecord
+from quire.manifest.records import JobKind, MirrorDatabaseRecord, MirrorRecord
+from quire.service.values import MirrorRun, MirrorStatus
 
 if TYPE_CHECKING:
     from quire.store.store import Store
@@ -38,65 +46,16 @@ OPTIONS = ("file_bytes", "misfits")
 """Options of a mirror that are not its target's."""
 
 
-class MirrorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A mirror, and how far its target is behind."""
-
-    name: str
-    databases: list[str]
-    """Names and patterns."""
-    table: str
-    target: str
-    options: dict[str, str]
-    every_seconds: float
-    """Between two scheduled runs; 0: it runs on request."""
-    created_at_ms: int
-    started_at_ms: int
-    """When the last run began; 0 for never."""
-    synced_at_ms: int
-    """When the target was last brought up to date; 0 for never."""
-    batch_id: int
-    """The last commit in the target."""
-    followed: int
-    """Databases that match now."""
-    held: int
-    """Databases that the target holds …"""
-    rows: int
-    """… with so many rows …"""
-    size_bytes: int
-    """… in so many bytes of files."""
-    changed: int
-    """Databases that have changed since, or are new."""
-    dropped: int
-    """Databases that are gone, and are in the target still."""
-
-
-class MirrorRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run did."""
-
-    mirror: str
-    batch_id: int
-    """The commit that the target holds now."""
-    full: bool
-    """Whether everything was written: the first time, and when target and store disagree."""
-    databases: int
-    changed: int
-    dropped: int
-    copied: int
-    """Databases that did not change and were written again, because they share a file with one that did."""
-    files_added: int
-    files_removed: int
-    rows_written: int
-    bytes_written: int
-    runner: str
-
-
 def mirror_status(
-    txn: ReadTxn, mirror_id: int, record: MirrorRecord, newest: Mapping[int, int] | None = None
+    txn: ReadTxn, mirror_id: int, record: MirrorRecord, now_ms: int, newest: Mapping[int, int] | None = None
 ) -> MirrorStatus:
     """A mirror as the manifest has it; `newest` are the versions of databases that are open. Who does not own the store does
     not know them, and goes by what is published."""
     held = held_databases(txn, mirror_id)
     differ = differences(txn, record, held, newest)
+    is_behind = bool(differ.changed or differ.gone)
+    since_ms = record.synced_at_ms or record.created_at_ms
+    failures, error = failed_runs(txn, record)
     return MirrorStatus(
         name=record.name,
         databases=record.databases,
@@ -114,12 +73,22 @@ def mirror_status(
         size_bytes=sum(row.size_bytes for row in held.values()),
         changed=len(differ.changed),
         dropped=len(differ.gone),
+        lag_seconds=max(now_ms - since_ms, 0) / 1000 if is_behind else 0.0,
+        lag_frames=sum(_frames_behind(database, held) for database in differ.changed),
+        failures=failures,
+        error=error,
     )
 
 
-def mirror_statuses(txn: ReadTxn, newest: Mapping[int, int] | None = None) -> list[MirrorStatus]:
+def _frames_behind(database: LiveDatabase, held: Mapping[int, MirrorDatabaseRecord]) -> int:
+    """What was written to a database since the version that the target holds of it."""
+    row = held.get(database.db_id)
+    return max((database.lsn or 0) - (row.lsn if row is not None else 0), 0)
+
+
+def mirror_statuses(txn: ReadTxn, now_ms: int, newest: Mapping[int, int] | None = None) -> list[MirrorStatus]:
     """All mirrors, by name."""
-    statuses = [mirror_status(txn, mirror_id, record, newest) for (mirror_id,), record in txn.scan(t.MIRROR)]
+    statuses = [mirror_status(txn, mirror_id, record, now_ms, newest) for (mirror_id,), record in txn.scan(t.MIRROR)]
     return sorted(statuses, key=lambda status: status.name)
 
 
@@ -185,19 +154,19 @@ class Mirrors:
     def status(self, name: str) -> MirrorStatus:
         """A mirror, and how far its target is behind."""
         with self._manifest.read() as txn:
-            return mirror_status(txn, *find_mirror(txn, name), self._newest())
+            return mirror_status(txn, *find_mirror(txn, name), self._manifest.clock.now_ms(), self._newest())
 
     def list(self) -> list[MirrorStatus]:
         """All mirrors, by name."""
         with self._manifest.read() as txn:
-            return mirror_statuses(txn, self._newest())
+            return mirror_statuses(txn, self._manifest.clock.now_ms(), self._newest())
 
     @changes
     def drop(self, name: str) -> MirrorStatus:
         """Forget a mirror, as it was. Its target stays."""
         with self._manifest.read() as txn:
             mirror_id, record = find_mirror(txn, name)
-            status = mirror_status(txn, mirror_id, record, self._newest())
+            status = mirror_status(txn, mirror_id, record, self._manifest.clock.now_ms(), self._newest())
         while True:
             self._manifest.submit([DropMirror(mirror_id)]).result()
             with self._manifest.read() as txn:
@@ -205,7 +174,7 @@ class Mirrors:
                     return status
 
     def _newest(self) -> dict[int, int]:
-        return {store.db_id: store.wal.written.lsn for store in self._store.pages.stores() if store.wal.failure is None}
+        return newest_versions(self._store.pages.stores())
 
 
 def absolute_target(target: str) -> str:

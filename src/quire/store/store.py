@@ -28,6 +28,7 @@ from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
 from quire.core.ids import Epoch
 from quire.core.settings import StoreSettings
+from quire.jobs.mirror.changed import newest_versions
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus, JobKind
@@ -605,6 +606,8 @@ class Store:
                 owner=owner,
                 figures=figures,
                 archive=archive,
+                now_ms=manifest.clock.now_ms(),
+                newest=newest_versions(self.pages.stores()) if self.mode == "rw" else None,
             )
 
     def _owner_state(self, txn: ReadTxn) -> OwnerState:

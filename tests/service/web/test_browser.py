@@ -51,6 +51,7 @@ def test_it_loads_lives_and_makes_a_snapshot(browser: Browser, furnished: Store,
     """The smoke test: everything a user does in the first minute."""
     browser.open()
     assert "shop" in browser.text()
+    assert "lakehouse tables that follow databases" in browser.text()
     furnished.create("newcomer", "pages")
     browser.wait(lambda: "newcomer" in browser.text(), "a database that was just made")
     browser.open("#/db/shop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,29 @@ def test_the_engines_and_the_service_are_exported(anybody: Asker, furnished: Sto
     assert found["quire_stream_records_total", "clicks", ""] == before - 1 + 2, "ids begin at 1"
     assert found["quire_stream_consumer_lag", "clicks", "billing"] == 2
     assert found["quire_stream_segments", "clicks", "hot"] >= 1
+
+
+def test_a_mirror_says_how_far_its_target_is_behind(anybody: Asker, furnished: Store, web: WebServer) -> None:
+    def figures() -> dict[str, float]:
+        web._web.sight.cached.forget()
+        families = text_string_to_metric_families(anybody.get("/metrics").body.decode())
+        samples = [
+            sample for family in families for sample in family.samples if sample.name.startswith("quire_mirror_")
+        ]
+        assert {sample.labels["mirror"] for sample in samples} == {"lake"}
+        return {sample.name.removeprefix("quire_mirror_"): sample.value for sample in samples}
+
+    before = figures()
+    assert (before["databases_behind"], before["rows"], before["synced_timestamp_seconds"]) == (1, 0, 0)
+    assert before["lag_seconds"] > 0
+    furnished.mirrors.run("lake", runner="threads")
+    synced = figures()
+    assert (synced["databases_behind"], synced["lag_seconds"], synced["lag_frames"]) == (0, 0, 0)
+    assert (synced["databases"], synced["rows"], synced["every_seconds"]) == (1, 2, 3600)
+    assert synced["synced_timestamp_seconds"] >= synced["started_timestamp_seconds"] > 1_700_000_000
+    with closing(furnished.sqlite("shop")) as shop:
+        shop.execute("insert into item(name) values ('quince')")
+    assert figures()["lag_frames"] > 0
 
 
 def test_two_stores_of_one_process_do_not_mix(path: Path, tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def furnish(store: Store) -> None:
     store.kv("sessions", create=True).put(b"a", b"b")
     store.create("clicks", "stream")
     store.feed.register(name="search")
+    store.mirrors.create("lake", "shop", "item", f"parquet:{store.path}-lake", every_seconds=3600)
     made_up(store)
     jobs = store.manifest.jobs
     failed = jobs.claim_job(jobs.enqueue(JobKind.COMPACTION, store.database("shop").db_id), "tester")

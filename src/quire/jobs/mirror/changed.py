@@ -5,9 +5,10 @@ Pure reading of one transaction. Raises `NotFound` for a mirror that is not ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,7 +16,13 @@ from quire.core.errors import NotFound
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, JobKind, JobState, MirrorDatabaseRecord, MirrorRecord
+from quire.manifest.records import DbKind, JobKind, JobRecord, JobState, MirrorDatabaseRecord, MirrorRecord
+
+if TYPE_CHECKING:
+    from quire.pages.pagestore import PageStore
+
+UNFINISHED = tuple(state for state in JobState if state is not JobState.SUCCEEDED)
+"""States of runs that have not brought their target up to date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,11 @@ def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:
     raise NotFound("no mirror has this name", hint="`quire mirror ls` lists them", mirror=name)
 
 
+def newest_versions(stores: Iterable[PageStore]) -> dict[int, int]:
+    """The newest versions of databases that are open, by database."""
+    return {store.db_id: store.wal.written.lsn for store in stores if store.wal.failure is None}
+
+
 def due_mirrors(txn: ReadTxn, now_ms: int) -> list[str]:
     """Mirrors that are to be run by their schedules, and have no job yet."""
     due = [
@@ -87,13 +99,28 @@ def due_mirrors(txn: ReadTxn, now_ms: int) -> list[str]:
     ]
     if not due:
         return []
-    waiting = set()
-    for state in (JobState.PENDING, JobState.IN_FLIGHT):
+    waiting = {name for name, _ in _runs(txn, JobState.PENDING, JobState.IN_FLIGHT)}
+    return [name for name in due if name not in waiting]
+
+
+def failed_runs(txn: ReadTxn, mirror: MirrorRecord) -> tuple[int, str]:
+    """How many runs of a mirror have failed since its target was last up to date, and the last one's error."""
+    failed = [
+        job
+        for name, job in _runs(txn, *UNFINISHED)
+        if name == mirror.name and job.failures and job.started_at_ms > mirror.synced_at_ms
+    ]
+    last = max(failed, key=lambda job: job.started_at_ms, default=None)
+    return sum(job.failures for job in failed), last.error if last is not None else ""
+
+
+def _runs(txn: ReadTxn, *states: JobState) -> Iterator[tuple[str, JobRecord]]:
+    """(mirror, job) of the runs in these states."""
+    for state in states:
         for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
             job = txn.job(job_id)
             if job is not None and job.kind is JobKind.MIRROR:
-                waiting.add(msgspec.msgpack.decode(job.payload).get("mirror"))
-    return [name for name in due if name not in waiting]
+                yield msgspec.msgpack.decode(job.payload).get("mirror", ""), job
 
 
 def size_of(txn: ReadTxn, db_id: int) -> int:

@@ -34,7 +34,7 @@ from quire.core.limits import MIB
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext, PagesOfStore
 from quire.jobs.handler import Completed, Outcome, Progress, commit_step, options
-from quire.jobs.mirror.changed import Differences, differences, find_mirror, held_databases, size_of
+from quire.jobs.mirror.changed import Differences, differences, find_mirror, held_databases, newest_versions, size_of
 from quire.jobs.mirror.plan import batch_rows, heaps, merged_columns, sources, units
 from quire.jobs.mirror.run import (
     Column,
@@ -249,7 +249,7 @@ class _PlannedRun:
     def _look(self, held: Held) -> _Plan:
         """What changed, with the runner for that much work."""
         pages = self._pages
-        newest = {store.db_id: store.wal.written.lsn for store in pages.stores() if store.wal.failure is None}
+        newest = newest_versions(pages.stores())
         with self._ctx.manifest.read() as txn:
             differ = differences(txn, self._mirror, held, newest)
             size = sum(size_of(txn, database.db_id) for database in differ.changed)

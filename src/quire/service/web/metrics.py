@@ -38,6 +38,7 @@ from quire.stream.metrics import StreamCollector
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv, Stats
+    from quire.service.values import MirrorStatus
     from quire.service.web.context import WebPart
     from quire.service.web.counters import WebFigures
     from quire.stream.stream import Stream, StreamInfo
@@ -158,6 +159,37 @@ class StoreCollector(_Collector):
         yield Gauge("quire_jobs_oldest_due_seconds", "how long the longest due job has waited", value=oldest / 1000)
 
 
+class MirrorCollector(_Collector):
+    """How far the targets of mirrors are behind."""
+
+    def __init__(self, sight: Sight) -> None:
+        self._sight = sight
+
+    def collect(self) -> Iterator[Metric]:
+        """The current figures."""
+        mirrors = self._sight.info().mirrors
+        for name, text, value in (
+            ("lag_seconds", "since the target was last up to date; 0 while it lacks nothing", _field("lag_seconds")),
+            ("lag_frames", "page versions of the databases that are not in the target", _field("lag_frames")),
+            ("databases_behind", "databases that changed or went since", lambda row: row.changed + row.dropped),
+            ("databases", "databases in the target", _field("held")),
+            ("rows", "rows in the target", _field("rows")),
+            ("bytes", "bytes of the target's files", _field("size_bytes")),
+            ("failures", "runs that failed since the target was last up to date", _field("failures")),
+            ("every_seconds", "between two scheduled runs; 0: runs on request", _field("every_seconds")),
+            ("started_timestamp_seconds", "when the last run began", lambda row: row.started_at_ms / 1000),
+            ("synced_timestamp_seconds", "when the target was last up to date", lambda row: row.synced_at_ms / 1000),
+        ):
+            gauge = Gauge(f"quire_mirror_{name}", text, labels=["mirror"])
+            for mirror in mirrors:
+                gauge.add_metric([mirror.name], value(mirror))
+            yield gauge
+
+
+def _field(name: str) -> Callable[[MirrorStatus], float]:
+    return lambda mirror: getattr(mirror, name)
+
+
 class WebCollector(_Collector):
     """What the HTTP side counts."""
 
@@ -225,6 +257,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures], parts: Sequence[We
         KvCollector(partial(kv_stats, sight)),
         StreamCollector(partial(stream_infos, sight), sight.log_figures),
         StoreCollector(sight),
+        MirrorCollector(sight),
         ArchiveCollector(lambda: sight.info().archive, sight.clock.now_ms),
         FlightCollector(sight),
         WebCollector(figures),

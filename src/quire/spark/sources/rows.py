@@ -26,18 +26,19 @@ before the change, NULL of an insert.
 Options: `table`, `columns`, `types`, `merge_schema` and `misfits` as of `quire.sqlite`; `before`, `notices`; `from`, `to` (the
 newest version without it), `absent` (`error`, `skip`, or `empty`: a database without the snapshot `from` had no rows then), and
 those of `views.py` but `snapshot`. Of streams: `consumer`; `start` (`all`, or `latest`: only what changes from now on) or
-`from` (what has changed since a snapshot), `max_databases` in a batch, `keep_seconds` (a day: for how long versions are kept
-when the query does not run); databases without the table are skipped unless `absent` is `error`.
+`from` (what has changed since a snapshot), `max_databases` and `max_pages` (page versions written since) in a batch,
+`keep_seconds` (a day: for how long versions are kept when the query does not run); databases without the table are skipped
+unless `absent` is `error`.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -93,7 +94,7 @@ COMPARED, REPLACED, DROPPED = "compared", "replaced", "dropped"
 """Notices: the whole table was compared; another database has the name now; the database is gone."""
 
 OPTIONS = (*COMPARING, *SHAPING, "before", "notices")
-STREAMING = ("consumer", "start", "max_databases")
+STREAMING = ("consumer", "start", "max_databases", "max_pages")
 
 STREAM_KEEP_SECONDS = 24 * 3_600
 """How long the versions of a streaming query are kept after it was last heard of."""
@@ -402,6 +403,7 @@ class RowsQueryReader(HeldQueryReader):
         self.partitions_max = options.number("partitions", default_partitions(), least=1)
         self._earlier, self._start = options.text("from"), options.one_of("start", ("all", "latest"))
         self._databases_max = options.number("max_databases", 0)
+        self._pages_max = options.number("max_pages", 0)
         self._target: dict[tuple[str, int], int] | None = None
         """Of a query of what is there now: how far each database, (name, id), had been written when it began."""
 
@@ -440,18 +442,28 @@ class RowsQueryReader(HeldQueryReader):
         """Have the newest versions of databases that changed kept; the new position, 0 if there are none."""
         newest = self._newest()
         changed = [name for name, version in newest.items() if _has_changed(before.get(name), *version)]
-        gone = [(version.db_id, name) for name, version in before.items() if name not in newest]
+        gone = {name: version for name, version in before.items() if name not in newest}
         if self._target is not None:
             target = self._target
             changed = [name for name in changed if _is_behind(before.get(name), target.get((name, newest[name][0])))]
-        # Those that were read longest ago go first, so that a limit starves none.
-        changed.sort(key=lambda name: before[name].lease_id if name in before else 0)
+        written = {name: _pages_since(before.get(name), *newest[name]) for name in changed}
+        chosen = self._limited({**written, **{name: version.lsn for name, version in gone.items()}}, before)
         reached = 0
-        if gone:
-            reached = self.owner.mark_dropped(self.holder, gone, self.request.keep_seconds)
-        if changed:
-            reached = self.request.lend_to(self.owner, self.holder, changed[: self._databases_max or None])
+        if dropped := [(gone[name].db_id, name) for name in chosen if name in gone]:
+            reached = self.owner.mark_dropped(self.holder, dropped, self.request.keep_seconds)
+        if wanted := [name for name in chosen if name in written]:
+            reached = self.request.lend_to(self.owner, self.holder, wanted)
         return reached
+
+    def _limited(self, pages: Mapping[str, int], before: Held) -> list[str]:
+        """Those of the databases that a batch takes; `pages` were written to each. At least one: its changes are not cut."""
+        # Those that were read longest ago go first, so that a limit starves none.
+        names = sorted(pages, key=lambda name: before[name].lease_id if name in before else 0)
+        names = names[: self._databases_max or None]
+        sums = accumulate(pages[name] for name in names)
+        return [
+            name for place, (name, sum_) in enumerate(zip(names, sums)) if not place or not 0 < self._pages_max < sum_
+        ]
 
     def _newest(self) -> dict[str, tuple[int, int]]:
         """(id, newest lsn) of the databases that are asked for, by name."""
@@ -549,6 +561,11 @@ def _at(held: list[HeldVersion], position: int) -> Held:
 def _has_changed(before: HeldVersion | None, db_id: int, lsn: int) -> bool:
     """Whether a database has something that its consumer has not read."""
     return lsn > 0 and (before is None or before.db_id != db_id or lsn > before.lsn)
+
+
+def _pages_since(before: HeldVersion | None, db_id: int, lsn: int) -> int:
+    """Page versions that were written since a consumer has read a database; all of one that it has not."""
+    return lsn - before.lsn if before is not None and before.db_id == db_id else lsn
 
 
 def _is_behind(before: HeldVersion | None, target_lsn: int | None) -> bool:

@@ -37,10 +37,17 @@ export const overview = {
           data.databases.map((each) => databaseRow(each, ui)), "No databases yet. Create one with quire create NAME --kind pages."))),
         card("Tiers", "artifacts by location", tierParts(data.tiers)),
         card("WAL segments", "by state", parts(WAL_STATES.map((state) => [state, data.segments[state] || 0, `s-${state}`]))),
+        store.mirrors.length ? wide(card("Mirrors", "lakehouse tables that follow databases", mirrors(store.mirrors, data.now_ms))) : null,
         wide(card("Followers of the feed", "", cursors(data.cursors, data.now_ms)))),
     ];
   },
 };
+
+const mirrors = (list, now) => table(["name", "table", "target", ">databases", ">rows", ">behind", ">lag", "up to date", "last error"],
+  list.map((each) => [h("b", {}, each.name), each.table, each.target, number(each.held), number(each.rows), number(each.changed + each.dropped),
+    h("span", { class: each.every_seconds && each.lag_seconds > 3 * each.every_seconds ? "warn" : undefined }, each.lag_seconds ? span(each.lag_seconds * 1000) : "none"),
+    each.synced_at_ms ? ago(each.synced_at_ms, now) : h("span", { class: "muted" }, "never"),
+    each.failures ? h("span", { class: "bad small" }, `${plural(each.failures, "run")} failed: ${each.error}`) : ""]));
 
 // What losing the disk now would mean: the words of `quire archive status`.
 function archiveTile(archive) {
