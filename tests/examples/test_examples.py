@@ -74,7 +74,8 @@ def test_tenants_in_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tenants_in_a_lakehouse(capsys: pytest.CaptureFixture[str]) -> None:
     assert tenant_lakehouse.main(["--tenants", "6", "--rows", "30"]) == 0
-    full, increment, nothing, equal = said(capsys).splitlines()
+    filled, full, increment, nothing, equal = said(capsys).splitlines()
+    assert filled.startswith("filled 6 databases in")
     assert full.startswith("full load: 6 of 6 databases, 0 gone, 180 rows in")
     assert increment.startswith("increment: 4 of 6 databases, 1 gone")
     assert nothing.startswith("increment: 0 of 6 databases")

@@ -229,10 +229,12 @@ def test_stop_ends_a_drain(local: World) -> None:
 # ── threads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_several_threads_share_the_work(local: World) -> None:
     together = threading.Barrier(3, timeout=20)
+    begun: list[int] = []
     done: list[int] = []
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        if len(done) < 3:
+        begun.append(job.job_id)
+        if len(begun) <= 3:  # nobody begins a fourth before all of these have met
             together.wait()
         done.append(job.job_id)
         return Completed()

@@ -175,6 +175,46 @@ def test_columns_follow_the_schema(tmp_path: Path) -> None:
     other.close()
 
 
+def test_a_description_follows_the_schema_inside_and_outside_of_transactions(tmp_path: Path) -> None:
+    """Columns of a statement that is known are looked at again only where they may have changed."""
+    first, second = dbapi.connect(tmp_path / "store" / "shop"), dbapi.connect(tmp_path / "store" / "shop")
+    query = "select * from item limit 1"
+
+    def names(connection: dbapi.Connection) -> list[str]:
+        return [column[0] for column in connection.execute(query).description]
+
+    first.execute("create table item(a, b)")
+    first.execute("insert into item values (1, 2)")
+    first.commit()
+    assert names(first) == names(second) == ["a", "b"]
+    second.execute("alter table item rename column b to c")
+    assert names(first) == ["a", "c"], "another connection's change, outside of a transaction"
+    first.execute("insert into item values (3, 4)")
+    assert names(first) == names(first) == ["a", "c"]
+    first.execute("alter table item rename column c to d")
+    assert names(first) == ["a", "d"], "our own, inside of one"
+    with pytest.raises(dbapi.OperationalError):
+        first.executescript("alter table item rename column d to e; select * from nothing")
+    assert names(first) == ["a", "e"], "a script that failed half way"
+    first.execute("savepoint one")
+    first.execute("alter table item rename column e to f")
+    assert names(first) == ["a", "f"]
+    first.execute("rollback to one")
+    assert names(first) == ["a", "e"]
+    first.execute("release one")
+    assert names(second) == ["a", "e"]
+    second.execute("alter table item rename column e to g")
+    first.execute("insert into item values (5, 6)")
+    assert names(first) == ["a", "g"], "changed before the transaction began"
+    first.commit()
+    second.execute("alter table item rename column g to h")
+    first.execute("begin")
+    assert names(first) == ["a", "h"]
+    first.rollback()
+    first.close()
+    second.close()
+
+
 # ── autocommit, as Python 3.12 has it ─────────────────────────────────────────────────────────────────────────────────
 def in_transaction(connection: dbapi.Connection) -> bool:
     return connection.in_transaction

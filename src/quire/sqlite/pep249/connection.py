@@ -97,6 +97,8 @@ class Connection:
         self._thread = get_ident() if check_same_thread else 0
         self._detect_types = detect_types
         self._statements: dict[str, Known] = {}
+        self._schema_number = 0
+        """Another one whenever a transaction begins, and after each statement of ours that may change the schema."""
         self._spare: DriverCursor | None = None
         """What the next statement runs on: cursors whose statement has ended leave theirs here."""
         self._statements_max = max(cached_statements, 1)
@@ -240,6 +242,7 @@ class Connection:
     def _script(self, sql: str) -> None:
         with TRANSLATED:
             self._require().script(sql)
+            self._schema_number += 1
 
     # ── facts and settings ────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -259,7 +262,8 @@ class Connection:
 
     @property
     def apsw(self) -> SqliteConnection:
-        """What is underneath, with all of SQLite."""
+        """What is underneath, with all of SQLite. If it changes the schema inside of a transaction, descriptions of statements
+        that ran before are right again after that."""
         return self._local("apsw")
 
     def interrupt(self) -> None:

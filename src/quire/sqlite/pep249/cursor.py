@@ -47,13 +47,16 @@ _UNTYPED = (None,) * 6
 
 @dataclass(slots=True)
 class Known:
-    """What a connection knows of a statement by its text. Columns are looked at again whenever there is a row."""
+    """What a connection knows of a statement by its text. Columns are looked at again when there is a row and they may be other
+    ones: inside of a transaction nobody else can change the schema."""
 
     sql: str
     """The statement alone, without the comments behind it."""
     writes: bool
     columns: Columns = ()
     description: Any = None
+    schema_number: int = -1
+    """That of the connection (`_schema_number`) when the columns were looked at last."""
 
 
 class _Idle:
@@ -120,6 +123,7 @@ class Cursor:
             else:
                 if known.writes and connection._begin is not None and driver.get_autocommit():
                     driver.script(connection._begin)
+                    connection._schema_number += 1
                 cursor.execute(known.sql, parameters)
             self.rowcount, self._writes, self.description = -1, False, known.description
             if known.columns:
@@ -128,14 +132,18 @@ class Cursor:
                 self._ahead = next(cursor, None)
                 if self._ahead is None:
                     self._end()
-                elif cursor.get_description() != known.columns:
-                    self._describe_anew(cursor, known)
+                elif known.schema_number != connection._schema_number or driver.get_autocommit():
+                    known.schema_number = connection._schema_number
+                    if cursor.get_description() != known.columns:
+                        self._describe_anew(cursor, known)
                 if connection._detect_types:
                     self._find_converters(known.columns)
             else:
                 self._ahead = None
                 if known.writes:
                     self.rowcount = driver.changes()
+                else:
+                    connection._schema_number += 1
                 self._cursor, connection._spare = IDLE, cursor
             self.lastrowid = driver.last_insert_rowid()
         except Exception as error:
@@ -194,7 +202,10 @@ class Cursor:
         with TRANSLATED:
             if connection._is_legacy and not driver.get_autocommit():
                 driver.script("COMMIT")
-            driver.script(script)
+            try:
+                driver.script(script)
+            finally:
+                connection._schema_number += 1
         return self
 
     def _begin(self) -> DriverCursor:
@@ -226,6 +237,7 @@ class Cursor:
             # After it was prepared, so that a mistake in SQL leaves no transaction behind.
             if known.writes and connection._begin is not None and driver.get_autocommit():
                 driver.script(connection._begin)
+                connection._schema_number += 1
 
         driver.examine(cursor, known.sql, parameters, prepared, many=many)
         connection._remember(sql, known)
