@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import quire
 from quire.core.clock import SystemClock
@@ -47,8 +46,9 @@ def test_people_see_that_a_mirror_is_late_or_fails(run: Run, tmp_path: Path) -> 
         store.mirrors.create("lake", "shop", "orders", f"parquet:{tmp_path}/lake", every_seconds=3600)
         store.mirrors.run("lake", runner="threads")
 
-    def doctor() -> dict[str, Any]:
-        return {row["check"]: row for row in run("doctor", "--json", at=path).data}["mirrors"]
+    def doctor() -> dict[str, str]:
+        rows: list[dict[str, str]] = run("doctor", "--json", at=path).data
+        return next(row for row in rows if row["check"] == "mirrors")
 
     assert (doctor()["state"], doctor()["detail"]) == ("ok", "1 mirror, 0 behind, none late")
     assert "lake: up to date" in run("info", at=path).out

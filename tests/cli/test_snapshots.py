@@ -376,3 +376,17 @@ def test_what_time_travel_keeps_says_so(run: Run, shop: Path) -> None:
         store.pages.snapshot("shop", tags={WINDOW_TAG: "window"}, expires_at_ms=1_900_000_000_000)
     assert "for time travel, expires 2030-03-17 17:46:40Z" in run("snapshot", "ls", "shop").out
     assert WINDOW_TAG == WINDOW_TAG
+
+
+def test_a_key_value_set_is_rolled_back_to_a_snapshot(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.kv("cart", create=True).put(b"ann", b"1")
+        store.snapshot("cart", "monday")
+        store.kv("cart").write({b"ann": b"2", b"bob": b"3"})
+    told = run("rollback", "cart", "--to", "monday")
+    assert "2 keys changed" in told.out
+    assert "undo with `quire rollback cart --to before-rollback-" in told.out
+    assert "nothing to do" in run("rollback", "cart", "--to", "monday").out
+    assert "one of its snapshots" in run("rollback", "cart", "--to", "1h").err
+    with quire.open(path, "r") as store:
+        assert dict(store.kv("cart").scan()) == {b"ann": b"1"}

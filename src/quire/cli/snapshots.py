@@ -109,18 +109,19 @@ def rollback(
     """Undo everything since a version, in place.
 
     The database becomes what it was, as a new version: VERSION is a snapshot, an epoch (3:4711) or a time (15m, '2 hours ago',
-    'yesterday 18:00'). The state before is kept as a snapshot; rolling back to it undoes the rollback. Programs that have
-    the database open continue with the new version.
+        return Note(text=f"nothing to do: {database} is already as it {version.then}", data=done)
+    changed = count_of(done.changed_keys, "key") if done.changed_keys else count_of(done.changed_pages, "page")
+    text = f"{database} is again as it {version.then}: {changed} changed"
     """
     with cli.owner() as store:
-        need_pages(store.database(database), "can be rolled back")
         version = version_of(store, database, to)
         settled(store, database)
         snapshot = version.snapshot
         done = store.rollback(database, to=snapshot.name or snapshot.anchor_lsn if snapshot else version.at or to)
     if not done.snapshot:
         return Note(text=f"nothing to do: {database} is already as it {version.then}", data=done)
-    text = f"{database} is again as it {version.then}: {count_of(done.changed_pages, 'page')} changed"
+    changed = count_of(done.changed_keys, "key") if done.changed_keys else count_of(done.changed_pages, "page")
+    text = f"{database} is again as it {version.then}: {changed} changed"
     undo = f"undo with `quire rollback {shlex.quote(database)} --to {done.snapshot}`"
     return Report(parts=[Note(text=text, data=None), Note(text=undo, data=None)], data=done)
 

@@ -41,6 +41,7 @@ from quire.lsm.kv import Kv
 from quire.lsm.maintenance import KvBackground
 from quire.lsm.projection import CompactionJobs, KvProjection
 from quire.lsm.read_only import ReadOnlyKv
+from quire.lsm.rollback import roll_back
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
@@ -48,7 +49,7 @@ from quire.manifest.leases import LentVersion
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
-from quire.manifest.snapshots import Anchor
+from quire.manifest.snapshots import Anchor, RolledBack
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
 
@@ -279,6 +280,12 @@ class KvEngine:
                 return self._manifest.snapshots.publish(
                     db_id, name, anchor=anchor, tags=tags, expires_at_ms=expires_at_ms
                 )
+
+    @changes
+    def rollback(self, name: str, *, to: object) -> RolledBack:
+        """Set a database back to one of its snapshots, as a new version (`rollback.py`)."""
+        self._require()
+        return roll_back(self._manifest, self, name, to)
 
     def lend(self, db: int | str, seconds: float, *, lease_id: int = 0) -> tuple[int, KvVersion]:
         """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease. With

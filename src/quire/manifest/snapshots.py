@@ -93,8 +93,17 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     tags: dict[str, str]
 
 
+def before_rollback(lsn: int) -> str:
+    """The name of the snapshot of a database as it was before a rollback.
+
+    >>> before_rollback(4711)
+    'before-rollback-4711'
+    """
+    return f"before-rollback-{lsn}"
+
+
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollback of a page database did."""
+    """What a rollback did."""
 
     database: str
     db_id: int
@@ -109,6 +118,8 @@ class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str
     """The name under which that one is kept; empty if nothing had to be changed."""
     changed_pages: int
+    changed_keys: int = 0
+    """Of a key-value set."""
 
 
 class SnapshotDetail(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from quire.core.ids import Epoch
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import RecordRollback
-from quire.manifest.snapshots import RolledBack, SnapshotInfo
+from quire.manifest.snapshots import RolledBack, SnapshotInfo, before_rollback
 from quire.manifest.store import ManifestStore
 from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
@@ -48,15 +48,6 @@ TIMEOUT_SECONDS = 30.0
 MAGIC = b"SQLite format 3\0"
 CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR = slice(24, 28), slice(40, 44), slice(92, 96)
 """Of SQLite's header: big-endian numbers of 32 bits."""
-
-
-def snapshot_name(lsn: int) -> str:
-    """The snapshot of a database as it was before a rollback.
-
-    >>> snapshot_name(4711)
-    'before-rollback-4711'
-    """
-    return f"before-rollback-{lsn}"
 
 
 def roll_back(
@@ -88,7 +79,7 @@ def roll_back(
                 to_ms=target.mark.commit_ms,
                 lsn=before.lsn,
                 before_lsn=before.lsn,
-                snapshot=snapshot_name(before.lsn) if changed else "",
+                snapshot=before_rollback(before.lsn) if changed else "",
                 changed_pages=changed,
             )
             if not changed:

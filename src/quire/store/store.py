@@ -463,15 +463,16 @@ class Store:
     @changes
     def rollback(self, name: str, *, to: At) -> RolledBack:
         """Undo everything since a snapshot, an lsn, an epoch or a time: a page database becomes what it was, as a new version.
+        A key-value set does so by its snapshots.
 
         What it was before is kept as the snapshot that the result names; rolling back to that one undoes it. Connections
         that are open go on: readers with the version they have begun to read, the others with the new one.
         """
-        if (info := self.database(name)).kind is not DbKind.PAGES:
-            hint = (
-                "fork it at a snapshot, and rename the two" if info.kind is DbKind.LSM else "records are never undone"
-            )
-            raise WrongKind("only page databases are rolled back", hint=hint, name=name, kind=info.kind.name.lower())
+        kind = self.database(name).kind
+        if kind is DbKind.STREAM:
+            raise WrongKind("a stream is not rolled back", hint="records are never undone", name=name)
+        if kind is DbKind.LSM:
+            return self.kvs.rollback(name, to=to)
         return self._parts.sqlite.rollback(name, to=to)
 
     def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:

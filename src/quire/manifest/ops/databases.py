@@ -298,7 +298,7 @@ class DropDb(Op, frozen=True, tag=15):
 
 
 class RecordRollback(Op, frozen=True, tag=162):
-    """Note that a page database was set back to an earlier version, and the snapshot of what it was before."""
+    """Note that a database was set back to an earlier version, and the snapshot of what it was before."""
 
     component = int(Component.DATABASE)
     audited = True
@@ -309,6 +309,7 @@ class RecordRollback(Op, frozen=True, tag=162):
     before_lsn: UInt
     snapshot: str
     changed_pages: UInt
+    changed_keys: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
