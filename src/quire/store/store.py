@@ -462,18 +462,14 @@ class Store:
 
     @changes
     def rollback(self, name: str, *, to: At) -> RolledBack:
-        """Undo everything since a snapshot, an lsn, an epoch or a time: a page database becomes what it was, as a new version.
-        A key-value set does so by its snapshots.
+        """Undo everything since a version: a snapshot, an lsn, an epoch or a time; of a key-value set, a snapshot.
 
-        What it was before is kept as the snapshot that the result names; rolling back to that one undoes it. Connections
-        that are open go on: readers with the version they have begun to read, the others with the new one.
+        It becomes what it was, as a new version. What it was before is kept as the snapshot that the result names; rolling back
+        to that one undoes it. Connections go on: readers with the version they have, the others with the new one.
         """
-        kind = self.database(name).kind
-        if kind is DbKind.STREAM:
+        if (kind := self.database(name).kind) is DbKind.STREAM:
             raise WrongKind("a stream is not rolled back", hint="records are never undone", name=name)
-        if kind is DbKind.LSM:
-            return self.kvs.rollback(name, to=to)
-        return self._parts.sqlite.rollback(name, to=to)
+        return self.kvs.rollback(name, to=to) if kind is DbKind.LSM else self._parts.sqlite.rollback(name, to=to)
 
     def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
         """A snapshot of a page database as a value to be sent elsewhere; `upload` for processes that share no disk (P16)."""
