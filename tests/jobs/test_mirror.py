@@ -19,7 +19,6 @@ from quire.core.errors import InvalidInput, NameTaken, NotFound, StalePlan
 from quire.durable.failpoints import armed
 from quire.jobs.mirror import job as mirror_job
 from quire.manifest.records import JobKind, JobState
-from quire.store.mirrors import MirrorRun
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
@@ -156,7 +155,7 @@ def test_the_same_for_200_steps_and_every_format(world: World, seed: int) -> Non
 
 
 # ── others at the target ──────────────────────────────────────────────────────────────────────────────────────────────
-def _overtaken(world: World, store: Store, point: str, meanwhile: Callable[[], None]) -> tuple[MirrorRun, int]:
+def _overtaken(world: World, store: Store, point: str, meanwhile: Callable[[], None]) -> tuple[quire.MirrorRun, int]:
     """(a run that sleeps at a point while another one commits, how often the point was passed)."""
     fill(store, "tenant-1")
     world.define(store)

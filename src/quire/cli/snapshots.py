@@ -109,9 +109,8 @@ def rollback(
     """Undo everything since a version, in place.
 
     The database becomes what it was, as a new version: VERSION is a snapshot, an epoch (3:4711) or a time (15m, '2 hours ago',
-        return Note(text=f"nothing to do: {database} is already as it {version.then}", data=done)
-    changed = count_of(done.changed_keys, "key") if done.changed_keys else count_of(done.changed_pages, "page")
-    text = f"{database} is again as it {version.then}: {changed} changed"
+    'yesterday 18:00'); for a key-value set, a snapshot. The state before is kept as a snapshot; rolling back to it undoes the
+    rollback. Programs that have the database open continue with the new version.
     """
     with cli.owner() as store:
         version = version_of(store, database, to)
