@@ -48,7 +48,7 @@ def test_console_is_for_people() -> None:
 
 
 def test_another_style_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="no such log style"):
+    with pytest.raises(InvalidInput, match="unknown log style"):
         configure("xml")
 
 

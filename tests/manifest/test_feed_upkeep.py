@@ -247,7 +247,7 @@ def test_maintain_gives_such_a_cursor_up_and_says_why(path: str, events: list[Ev
         cursor = manifest.feed.cursor("app")
         assert (cursor.state, cursor.lost_reason) == (CursorState.LOST, "the log begins with 5, it had read up to 0")
         assert [event for event, _ in events] == ["feed.cursor_lost"]
-        with pytest.raises(CursorLost, match="given up"):
+        with pytest.raises(CursorLost, match="is lost"):
             manifest.feed.fetch("app")
     with ManifestStore.open(path) as manifest:
         assert_clean(manifest, leaks=True)

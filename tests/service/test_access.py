@@ -212,7 +212,7 @@ def test_token_files_others_may_read_are_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(quire.InvalidConfig):
             read_token(str(file))
-    with pytest.raises(quire.InvalidConfig, match="no such"):
+    with pytest.raises(quire.InvalidConfig, match="does not exist"):
         read_token(str(tmp_path / "none"))
 
 

@@ -52,7 +52,7 @@ def test_errors_arrive_as_what_they_were(client: Client) -> None:
     assert taken.value.hint
     with pytest.raises(quire.UnknownDatabase):
         client.database("nothing")
-    with pytest.raises(quire.InvalidInput, match="no such kind"):
+    with pytest.raises(quire.InvalidInput, match="unknown kind"):
         client.create("x", "tape")
     with pytest.raises(quire.InvalidName):
         client.create("a/\n", "pages")

@@ -114,14 +114,14 @@ def test_frames_in_pieces_and_several_at_once_are_answered_in_order(server: Any)
 @pytest.mark.parametrize(
     ("name", "body", "error"),
     [
-        ("no.such.action", write_call(b"", m.Nothing()), "no such action"),
+        ("no.such.action", write_call(b"", m.Nothing()), "unknown action"),
         ("create", b"\x90", "cannot be read"),
         ("create", write_call(b"", m.Nothing()), "cannot be read"),
         ("kv.write", b"\x92\xc4\x03abc\x92\xa1k\x80", "16 bytes"),
         ("databases", write_call(bytes(16), m.Nothing()), "no idempotency key"),
-        ("kv.scan", b"\x92\xc4\x00\x95\xa1k\xc4\x00\xc0\xc2\xa4gone", "no such snapshot"),
-        ("holding.renew", b"\x92\xc4\x00\x91\xa4gone", "no such lease"),
-        ("sql.execute", b"\x92\xc4\x00\x95\xa4gone\x01\x01\xa8select 1\x90", "no such SQL connection"),
+        ("kv.scan", b"\x92\xc4\x00\x95\xa1k\xc4\x00\xc0\xc2\xa4gone", "the snapshot does not exist"),
+        ("holding.renew", b"\x92\xc4\x00\x91\xa4gone", "the lease does not exist"),
+        ("sql.execute", b"\x92\xc4\x00\x95\xa4gone\x01\x01\xa8select 1\x90", "the SQL connection does not exist"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused_and_the_connection_goes_on(

@@ -224,7 +224,7 @@ def test_records_are_read_as_they_were_appended(door: Any, monkeypatch: pytest.M
     assert table["id"].to_pylist() == list(range(2, 16))
     assert stream.seek(records[0].timestamp_ms) == 1
     assert stream.seek(records[-1].timestamp_ms + 1) == 16
-    with pytest.raises(OutOfRange, match="no such record yet"):
+    with pytest.raises(OutOfRange, match="does not exist yet"):
         list(stream.read(17))
 
 

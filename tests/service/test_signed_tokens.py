@@ -182,7 +182,7 @@ def test_public_keys_are_read_as_pem_and_as_base64(tmp_path: Path, clock: Manual
         raw.write_bytes(contents)
         with pytest.raises(InvalidConfig, match="public keys"):
             read_public_keys(str(raw))
-    with pytest.raises(InvalidConfig, match="no such file"):
+    with pytest.raises(InvalidConfig, match="does not exist"):
         read_public_keys(str(tmp_path / "none"))
 
 

@@ -110,5 +110,5 @@ def test_manifest_logs_are_switched_from_elsewhere(store: Store) -> None:
     assert client.manifest_log_mode() == "on"
     assert client.manifest_log_mode("shadow") == "shadow"
     assert (stream.mode.value, store.streams.mode.value) == ("shadow", "shadow")
-    with pytest.raises(InvalidInput, match="no such mode"):
+    with pytest.raises(InvalidInput, match="unknown mode"):
         client.manifest_log_mode("half")

@@ -216,7 +216,7 @@ def test_where_there_is_no_spark_threads_do_it_unless_spark_was_asked_for() -> N
     assert len(asked) == 1, "it is looked for once"
     with pytest.raises(SparkUnavailable):
         made.choose("spark", 0, lambda: threads)
-    with pytest.raises(InvalidInput, match="no such runner"):
+    with pytest.raises(InvalidInput, match="unknown runner"):
         made.choose("cluster", 0, lambda: threads)
     with pytest.raises(SparkUnavailable, match="has no Spark"):
         Runners().choose("spark", 0, lambda: threads)

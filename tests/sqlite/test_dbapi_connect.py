@@ -83,7 +83,7 @@ def test_what_cannot_be_opened_is_an_operational_error_with_a_code(tmp_path: Pat
         (str(plain), "ordinary SQLite file"),
         (str(tmp_path), "directory"),
         (f"{tmp_path}/full/shop", "store"),
-        (f"{tmp_path}/nowhere/at/all/shop", "no such directory"),
+        (f"{tmp_path}/nowhere/at/all/shop", "does not exist"),
         (f"quire:///{tmp_path}/store/shop?mode=rw", ""),
         (f"quire:///{tmp_path}/store/shop?at=a&epoch=4", "one version"),
         (f"quire:///{tmp_path}/store/shop?epoch=x", "cannot be read"),

@@ -133,9 +133,9 @@ def test_what_cannot_be_exported_says_why(store: Store, tmp_path: Path) -> None:
     put(store, make(tmp_path / "shop.db"))
     with pytest.raises(UnknownSnapshot):
         export_file(store.pages, "shop", out, snapshot="never")
-    with pytest.raises(OutOfRange, match="no such version yet"):
+    with pytest.raises(OutOfRange, match="does not exist yet"):
         export_file(store.pages, "shop", out, at=10**9)
-    with pytest.raises(InvalidInput, match="no such directory"):
+    with pytest.raises(InvalidInput, match="does not exist"):
         export_file(store.pages, "shop", tmp_path / "nowhere" / "out.db")
     with pytest.raises(InvalidInput, match="a directory"):
         export_file(store.pages, "shop", tmp_path)

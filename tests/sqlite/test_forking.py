@@ -189,11 +189,11 @@ def test_what_cannot_be_forked_says_why(store: Store, shop: apsw.Connection) -> 
         fork("nosuch", "fork", at=epoch)
     with pytest.raises(UnknownSnapshot):
         fork("shop", "fork", at="tuesday")
-    with pytest.raises(InvalidInput, match="no such version yet"):
+    with pytest.raises(InvalidInput, match="does not exist yet"):
         fork("shop", "fork", at=10_000_000)
     with pytest.raises(InvalidInput, match="zone"):
         fork("shop", "fork", at=datetime(2020, 1, 1))
-    with pytest.raises(InvalidInput, match="no such way"):
+    with pytest.raises(InvalidInput, match="unknown way"):
         fork("shop", "fork", at=True)
     with pytest.raises(InvalidInput):
         fork("shop", "a/b", at=epoch)

@@ -186,7 +186,7 @@ def test_an_empty_or_missing_file_is_refused(store: Store, tmp_path: Path) -> No
     (tmp_path / "empty.db").touch()
     with pytest.raises(InvalidInput, match="the file is empty"):
         brought_in(store, tmp_path / "empty.db")
-    with pytest.raises(NotFound, match="no such file"):
+    with pytest.raises(NotFound, match="does not exist"):
         brought_in(store, tmp_path / "missing.db")
     assert_nothing_is_left(store)
 

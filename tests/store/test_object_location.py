@@ -44,7 +44,7 @@ def test_an_edited_place_is_refused_and_the_hint_says_how_to_go_back(shop: Path,
     """On the old code the store opened, and a read of a chunk met a missing object."""
     edit(shop, str(tmp_path / "two"))
     for mode in ("rw", "r"):
-        with pytest.raises(ConfigMismatch, match="another place") as caught:
+        with pytest.raises(ConfigMismatch, match="not where") as caught:
             quire.open(shop, mode, create=False)
         assert caught.value.where["objects"] == str(tmp_path / "one")
         assert f'object_store = "{tmp_path / "one"}"' in caught.value.hint

@@ -78,7 +78,7 @@ def test_ranges_that_are_not_there(world: StreamWorld) -> None:
     assert list(world.stream.read(21)) == []
     assert ids(world.stream.read(20, 999)) == [20]
     assert list(world.stream.read(5, 3)) == []
-    with pytest.raises(OutOfRange, match="no such record yet"):
+    with pytest.raises(OutOfRange, match="does not exist yet"):
         list(world.stream.read(22))
     with pytest.raises(CursorLost):
         list(world.stream.read(0))

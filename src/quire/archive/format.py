@@ -45,7 +45,7 @@ RAW_BYTES_MAX = 1024 * MIB
 """More than any object of ours decompresses to: one commit of 65,536 operations is a tenth of it."""
 COMPRESSION_LEVEL = 1
 NONE = 0xFFFF_FFFF_FFFF_FFFF
-"""In a header: there is no such object."""
+"""In a header: no such object."""
 NO_DIGEST = bytes(32)
 HELPED_BY = "`quire archive audit` names every object that is missing or damaged; restore an earlier moment with --at"
 

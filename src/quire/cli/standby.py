@@ -183,6 +183,6 @@ def forget(
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
         store_id = txn.store_id()
         if clone_id not in [entry.clone_id for entry in registered.registrations(bucket, store_id)]:
-            raise ObjectNotFound("there is no such clone", hint="`quire clones ls` lists them", clone_id=clone_id)
+            raise ObjectNotFound("no such clone", hint="`quire clones ls` lists them", clone_id=clone_id)
         registered.release(bucket, store_id, clone_id)
     return Note(text=f"objects are no longer kept for {clone_id}", data={"forgotten": clone_id})

@@ -22,7 +22,7 @@ STYLES = ("json", "console")
 def configure(style: str, *, level: str = "info") -> None:
     """Write events of this level and above in this style from now on."""
     if style not in STYLES:
-        raise InvalidInput("there is no such log style", hint=f"one of: {', '.join(STYLES)}", given=style)
+        raise InvalidInput("unknown log style", hint=f"one of: {', '.join(STYLES)}", given=style)
 
     import structlog
 

@@ -133,7 +133,7 @@ def parse_zone(name: str) -> tzinfo:
         return ZoneInfo(name)
     except (ValueError, OSError, KeyError):  # a name that is a path, a directory, or unknown
         hint = "as in Europe/Zurich or America/New_York"
-        raise InvalidInput("there is no such time zone", hint=hint, zone=name[:TEXT_MAX]) from None
+        raise InvalidInput("unknown time zone", hint=hint, zone=name[:TEXT_MAX]) from None
 
 
 def _ago(words: str, what: str, now_ms: int) -> int | None:

@@ -79,11 +79,11 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
     line = Line(store, listing)
     if owner_epoch not in line.abandoned():
         hint = "`quire archive abandoned` lists them"
-        raise NotFound("there is no such abandoned owner epoch", hint=hint, owner_epoch=owner_epoch)
+        raise NotFound("no such abandoned owner epoch", hint=hint, owner_epoch=owner_epoch)
     current = {str(epoch) for epoch, _ in line.epochs}
     for clone in registrations(store, store_id):
         if clone.position.partition(".")[0] not in current:
-            hint = "`quire clones release` in the clone lets go; `quire clones forget` ends it for one that is gone"
+            hint = "`quire clones release` in the clone releases them; if the clone is gone, `quire clones forget`"
             raise StillReferenced(
                 "a clone may read objects of an abandoned epoch",
                 hint=hint,

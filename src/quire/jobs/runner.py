@@ -291,7 +291,7 @@ class Runners:
         """The runner for so many bytes of work."""
         name = name or self.usual
         if name not in RUNNERS:
-            raise InvalidInput("there is no such runner", hint=f"one of: {', '.join(RUNNERS)}", runner=name)
+            raise InvalidInput("unknown runner", hint=f"one of: {', '.join(RUNNERS)}", runner=name)
         if name == "threads" or (name == "auto" and (size_bytes < AUTO_BYTES or self.spark is None or self.missing)):
             return threads()
         if self.spark is None:

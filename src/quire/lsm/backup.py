@@ -215,7 +215,7 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: st
     """The list of a backup; the newest one unless an lsn is given."""
     existing = backups(store, label, home)
     if not existing or (lsn is not None and lsn not in existing):
-        raise NotFound("there is no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
+        raise NotFound("no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
     key = _list_key(f"{home}/{label}", existing[-1] if lsn is None else lsn)
     size = store.head(key).size_bytes
     if size > LIST_BYTES_MAX:

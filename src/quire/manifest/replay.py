@@ -103,7 +103,7 @@ def _refuse_moved(overlay: Overlay, env: ManifestEnv) -> None:
     last_applied = max(last, sequence_bounds(overlay)[0] - 1)
     if last_applied != overlay.head:
         raise StalePlan(
-            "somebody else writes to this environment",
+            "another process writes to this environment",
             hint="let one process replay",
             expected=overlay.head,
             found=last_applied,

@@ -74,12 +74,12 @@ def parse_schedule(text: str) -> Schedule:
     (datetime.time(3, 0), 6)
     """
     if not isinstance(text, str) or len(text) > TEXT_MAX:
-        raise InvalidInput("there is no such schedule", hint=HINT, schedule=repr(text)[:TEXT_MAX])
+        raise InvalidInput("unknown schedule", hint=HINT, schedule=repr(text)[:TEXT_MAX])
     words = " ".join(text.split())
     if words in BUCKETS:
         return Schedule(words)
     if (match := _TIMED.fullmatch(words)) is None or int(match[4]) > 23 or int(match[5]) > 59:
-        raise InvalidInput("there is no such schedule", hint=HINT, schedule=text)
+        raise InvalidInput("unknown schedule", hint=HINT, schedule=text)
     weekday = WEEKDAYS.index(match[3].lower()) if match[3] else 0
     every = "daily" if match[1] else "weekly"
     return Schedule(every, time(int(match[4]), int(match[5])), weekday, parse_zone(match[6] or "UTC"))

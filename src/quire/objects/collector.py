@@ -92,7 +92,7 @@ class Collector:
         if outside := [key for key in names if not key.startswith(f"{prefix}/")]:
             raise ForeignObject("the object is of another owner epoch", store=url, key=outside[0])
         if names and self._confirm is None:
-            raise ForeignObject("nobody has confirmed that this process owns the store", store=url, key=names[0])
+            raise ForeignObject("it is not confirmed that this process owns the store", store=url, key=names[0])
         self._remove(url, names)
 
     def _checked(self, url: str, keys: Iterable[str]) -> list[str]:

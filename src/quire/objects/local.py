@@ -52,7 +52,7 @@ TEMPORARY_AGE_SECONDS = 3600.0
 """Younger staging files may belong to a live writer in another process; no put takes an hour."""
 
 _NO_SUCH_OBJECT = frozenset({"ENOTDIR", "EISDIR"})
-"""What the system says when part of a key is a file, or the key is a directory: there is no such object."""
+"""What the system says when part of a key is a file, or the key is a directory: no such object."""
 
 
 class LocalStore:

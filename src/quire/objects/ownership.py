@@ -161,7 +161,7 @@ def decode_object(data: bytes) -> OwnerObject | None:
 
 
 def _damaged(path: str, cause: str) -> Corruption:
-    hint = "`quire takeover` writes it anew, once you are sure that no other copy of the store is in use"
+    hint = "`quire takeover` writes a new one, once you are sure that no other copy of the store is in use"
     return Corruption("owner.json is damaged", hint=hint, path=path, cause=cause)
 
 

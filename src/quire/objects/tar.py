@@ -58,7 +58,7 @@ class TarStore:
                 name, mode = (self._path + TEMPORARY, "w+b") if write else (self._path, "rb")
                 self._file = open(name, mode)  # noqa: SIM115 - closed by `close`
             except FileNotFoundError:
-                raise NotFound("there is no such file or directory", path=self._path) from None
+                raise NotFound("no such file or directory", path=self._path) from None
         if write:
             self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
         else:
@@ -192,5 +192,5 @@ class TarStore:
 
     def _member(self, key: str) -> tuple[int, int]:
         if (member := self._members.get(key)) is None:
-            raise ObjectNotFound("there is no such object", store=self.url, key=key)
+            raise ObjectNotFound("no such object", store=self.url, key=key)
         return member

@@ -161,7 +161,7 @@ class PageEngine:
         """REQUIRES the database's gate."""
         if former is not None:
             # It has become unusable (M12): what was opened before stays so, but its readers stay protected, and read on.
-            former.wal.abandon(StoreClosed("the database was opened anew", db_id=db_id))
+            former.wal.abandon(StoreClosed("the database was reopened", db_id=db_id))
         start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
         core = self._make(db_id, shape, start, former.readers if former is not None else None)
         with self._lock:

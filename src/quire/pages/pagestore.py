@@ -262,7 +262,7 @@ class PageStore:
         Raises `EpochLost` if a takeover lies between the two, `OutOfRange` if `since` is above `upto`.
         """
         if not 0 <= since <= upto.lsn:
-            raise OutOfRange("there is no such version yet", hint="begin with 0", since=since, upto=upto.lsn)
+            raise OutOfRange("this version does not exist yet", hint="begin with 0", since=since, upto=upto.lsn)
         if not since:
             return BitMap(range(upto.size_pages))
         for tries_left in reversed(range(OPEN_TRIES)):

@@ -200,7 +200,7 @@ def _open(disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord) ->
     if row.salt and file.header.salt.to_bytes(8, "little") != row.salt:
         file.close()
         raise Corruption(
-            "a WAL segment's file is of another life than the manifest says",
+            "a WAL segment's file is not the one that the manifest names",
             hint="restore it from a copy that was made together with the manifest",
             path=path,
             db_id=db_id,

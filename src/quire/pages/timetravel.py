@@ -105,7 +105,7 @@ def _lost(db_id: int, lsn: int, last: int, first: int) -> EpochLost:
 def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> FoundVersion:
     moment = Moment.of(at)
     if moment.lsn is not None and moment.lsn > durable.lsn:
-        raise OutOfRange("there is no such version yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)
+        raise OutOfRange("this version does not exist yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)
     if moment.includes(durable.lsn, durable.commit_ms):
         return FoundVersion(durable)
     wal, record = txn.wal_state(db_id), txn.database(db_id)

@@ -194,4 +194,4 @@ class Holdings:
 
 def _ended(kind: str) -> LeaseExpired:
     hint = "it ended with its client or its server; open another one"
-    return LeaseExpired(f"there is no such {kind} (any more)", hint=hint)
+    return LeaseExpired(f"the {kind} does not exist, or has ended", hint=hint)

@@ -393,7 +393,7 @@ class Handlers:
                     first=first,
                 )
             if start > end:
-                raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=start, end=end)
+                raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=start, end=end)
         position: int = stream.register(request.consumer, start)
         return position
 

@@ -181,7 +181,7 @@ class JobHandlers:
 
     def do_reader_read(self, request: m.ReadPages, _: CallContext) -> list[bytes]:
         if len(request.pages) > m.READ_PAGES_MAX:
-            raise InvalidInput("so many pages are not read at once", pages=len(request.pages), max=m.READ_PAGES_MAX)
+            raise InvalidInput("too many pages for one call", pages=len(request.pages), max=m.READ_PAGES_MAX)
         snapshot = self._store.pages.read_leased(request.db_id, request.reader_id)
         images = snapshot.read_pages(request.pages)
         return [images[page] for page in request.pages]

@@ -113,6 +113,4 @@ def _version(kind: str, text: str) -> str | int | datetime:
             return datetime.fromisoformat(text)
     except ValueError:
         pass
-    raise InvalidInput(
-        "there is no such way to name a version", hint="at, epoch or time", version=f"{kind} {text[:40]}"
-    )
+    raise InvalidInput("unknown way to name a version", hint="at, epoch or time", version=f"{kind} {text[:40]}")

@@ -339,5 +339,5 @@ def version_of(at: Any) -> tuple[str, str] | None:
     lsn = getattr(at, "lsn", at)
     if isinstance(lsn, bool) or not isinstance(lsn, int):
         hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
-        raise InvalidInput("there is no such way to name a version", hint=hint, at=repr(at))
+        raise InvalidInput("unknown way to name a version", hint=hint, at=repr(at))
     return "epoch", str(lsn)

@@ -244,7 +244,7 @@ class Service:
     def _act(self, name: str, body: Any, gate: FlightGate, context: Any) -> Any:
         action = ACTIONS.get(name)
         if action is None:
-            raise InvalidInput("there is no such action", hint="is the client newer than the owner?", action=name[:60])
+            raise InvalidInput("unknown action", hint="is the client newer than the owner?", action=name[:60])
         if action.scope is Scope.STORE:
             gate.check_store(context, name, writes=action.writes)
         if action.local:
@@ -399,7 +399,7 @@ def _pem(path: str) -> bytes:
         with translated(path, "reading a certificate"), open(path, "rb") as file:
             text = file.read()
     except FileNotFoundError:
-        raise InvalidConfig("there is no such file", path=path) from None
+        raise InvalidConfig("the file does not exist", path=path) from None
     if b"-----BEGIN " not in text:
         raise InvalidConfig("not a certificate or key in PEM", path=path)
     return text

@@ -177,7 +177,7 @@ def ensure_signing_key(path: str) -> Ed25519PrivateKey:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
-        raise InvalidConfig("this is not an Ed25519 key (PEM)", hint="remove the file: it is made anew", path=path)
+        raise InvalidConfig("this is not an Ed25519 key (PEM)", hint="remove the file: a new one is created", path=path)
     return key
 
 
@@ -187,7 +187,7 @@ def read_public_keys(path: str) -> list[Ed25519PublicKey]:
         with translated(path, "reading a public key"), open(path, "rb") as file:
             text = file.read(KEY_BYTES_MAX).strip()
     except FileNotFoundError:
-        raise InvalidConfig("there is no such file of keys", hint="see service.jwt_keys", path=path) from None
+        raise InvalidConfig("the key file does not exist", hint="see service.jwt_keys", path=path) from None
     end = b"-----END PUBLIC KEY-----"
     blocks = [block + end for block in text.split(end)[:-1]] if end in text else []
     try:

@@ -49,7 +49,7 @@ def read_token(path: str) -> str:
     if not TOKEN_BYTES_MIN <= len(text) <= TOKEN_BYTES_MAX or not text.isascii() or not text.decode().isprintable():
         raise InvalidConfig(
             "a token is one line of at least 16 printable characters",
-            hint="remove the file: it is made anew",
+            hint="remove the file: a new one is created",
             path=path,
         )
     return text.decode()
@@ -79,7 +79,7 @@ def read_private(path: str, bytes_max: int) -> bytes:
         with translated(path, "reading a token file"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise InvalidConfig("there is no such token file", hint="the owner's server makes it", path=path) from None
+        raise InvalidConfig("the token file does not exist", hint="the owner's server makes it", path=path) from None
     with os.fdopen(fd, "rb") as file:
         if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
             raise InvalidConfig("others may read the token file", hint=f"chmod 600 {path}", path=path)

@@ -378,6 +378,6 @@ def _translated(error: BaseException) -> BaseException:
         return error
     said = str(error).strip().splitlines()
     last = next((line for line in reversed(said) if line and not line.startswith((" ", "\t"))), type(error).__name__)
-    failure = SparkUnavailable(f"Spark gave up: {last[:300]}", hint="its log says why; the job is tried again")
+    failure = SparkUnavailable(f"Spark failed: {last[:300]}", hint="its log says why; the job is tried again")
     failure.__cause__ = error
     return failure

@@ -206,7 +206,7 @@ def _explained(write: TableWrite) -> Iterator[None]:
         if isinstance(error, apsw.ConstraintError):
             raise Conflict(f"the table refuses a row: {error}", hint="nothing was inserted", table=table) from error
         if isinstance(error, apsw.BusyError | apsw.LockedError):
-            raise Overloaded("somebody else writes to the database", hint="try again", table=table) from error
+            raise Overloaded("another connection is writing to the database", hint="try again", table=table) from error
         hint = "nothing was inserted"
         if "ON CONFLICT clause" in str(error):
             hint = f"CREATE UNIQUE INDEX … ON {quoted(table)}({', '.join(map(quoted, write.keys))}) first"

@@ -328,7 +328,7 @@ def _at_parameters(at: At) -> dict[str, str]:
         return {"time": at.isoformat()}
     if isinstance(at, bool) or not isinstance(at, int | Epoch):
         hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
-        raise InvalidInput("there is no such way to name a version", hint=hint, at=repr(at))
+        raise InvalidInput("unknown way to name a version", hint=hint, at=repr(at))
     return {"epoch": str(at.lsn if isinstance(at, Epoch) else at)}
 
 

@@ -116,7 +116,7 @@ class DbFile:
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
         if not os.path.isfile(self.path):
-            raise NotFound("there is no such file", hint="name the database file", path=path)
+            raise NotFound("the file does not exist", hint="name the database file", path=path)
         flags = [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0]
         try:
             self._file = apsw.VFSFile("", self.path, flags)
@@ -208,13 +208,13 @@ def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Una
         hint = f"open it once with SQLite, which recovers it: `sqlite3 {path} 'PRAGMA schema_version'`"
         return Unavailable("a program died while it was writing this database: it needs recovery", hint=hint, path=path)
     if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
-        hint = "SQLite needs to write beside the file to lock it; if no program uses it, say `--no-lock`"
+        hint = "SQLite needs to write next to the file to lock it; if no program uses the file, use `--no-lock`"
         return Unavailable("the database cannot be locked", hint=hint, path=path, sqlite=str(error))
     if isinstance(error, apsw.NotADBError):
         return InvalidInput("SQLite does not take the file for a database", hint="it may be encrypted", path=path)
     if isinstance(error, apsw.CorruptError):
         return Corruption("SQLite finds the database damaged", hint="`sqlite3 FILE .recover`", path=path)
-    hint = "see what SQLite says of it"
+    hint = "check it with SQLite"
     return StorageFault(f"SQLite cannot read the database: {error}", hint=hint, path=path)
 
 
@@ -390,7 +390,7 @@ def _refuse_hot_journal(disk: Disk, path: str) -> None:
         journal.close()
     if hot:
         hint = "open it once with SQLite, which recovers it"
-        raise Unavailable("a rollback journal lies beside the database: it needs recovery", hint=hint, path=path)
+        raise Unavailable("the database has a rollback journal: it needs recovery", hint=hint, path=path)
 
 
 def size_and_time(file: File | None) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
     for ending in ("-wal", "-journal"):
         if disk.exists(path + ending):
             raise AlreadyExists(
-                "a log of another database lies beside the file",
+                "next to the file is a log of another database",
                 hint="a program uses it, or has died: choose another name, or remove the log",
                 path=path + ending,
             )
@@ -105,7 +105,7 @@ def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, prog
     try:
         file = disk.open(temporary, create=True)
     except FileNotFoundError:
-        raise InvalidInput("there is no such directory", hint="make it first", path=os.path.dirname(path)) from None
+        raise InvalidInput("the directory does not exist", hint="make it first", path=os.path.dirname(path)) from None
     try:
         try:
             digest = _stream(file, reader, name, progress)

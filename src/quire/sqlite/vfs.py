@@ -71,7 +71,7 @@ def commit_error(error: BaseException, *, appended: bool) -> Exception:
     `SQLITE_IOERR` family, whatever it was: after those two alone SQLite throws away the pages it has changed in memory
     (Q1)."""
     code = code_of(error)
-    what = "nobody knows whether the transaction is on disk" if appended else "the transaction was rolled back"
+    what = "it is unknown whether the transaction is on disk" if appended else "the transaction was rolled back"
     return apsw_error(code if code == SQLITE_FULL else SQLITE_IOERR_COMMIT_ATOMIC, f"{what}: {error}")
 
 

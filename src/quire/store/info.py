@@ -292,5 +292,5 @@ def compression_named(name: str) -> Compression:
 def _named(kind: type[E], name: str, what: str, names: str) -> E:
     known = {member.name.lower(): member for member in kind}
     if name not in known:
-        raise InvalidInput(f"there is no such {what}", hint=f"one of: {names}", name=name)
+        raise InvalidInput(f"unknown {what}", hint=f"one of: {names}", name=name)
     return known[name]

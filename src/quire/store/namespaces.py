@@ -120,7 +120,7 @@ class Namespaces:
             raise InvalidInput("this is the store's own place", hint="its databases need no namespace", url=url)
         if object_location.is_inside(store.path, place):
             raise InvalidInput(
-                "a namespace cannot be inside the store's directory", hint="choose a directory beside it", url=url
+                "a namespace cannot be inside the store's directory", hint="choose a directory next to it", url=url
             )
         if "://" not in place:
             place = os.path.normpath(os.path.join(store.path, place))

@@ -101,7 +101,7 @@ def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
             "`quire objects moved`"
         )
         raise ConfigMismatch(
-            "the store's objects are in another place than quire.toml says",
+            "the store's objects are not where quire.toml says",
             hint=hint,
             path=os.path.join(root, names.CONFIG),
             objects=known,

@@ -218,7 +218,7 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
     if origin is not None:
         _begin_range(root, disk, clock, origin)
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
-        store.rights.refuse("a restored directory is nobody's until it is taken over")
+        store.rights.refuse("a restored directory has no owner until it is taken over")
         if origin is not None:
             owner = OwnerFile(
                 store_id=origin.store_id,

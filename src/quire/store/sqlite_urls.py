@@ -231,7 +231,7 @@ def _refuse(wanted: DatabasePath) -> None:
     """What is no place for a database: nothing above the store, a directory, an ordinary file of SQLite's."""
     path = os.path.join(wanted.root, wanted.name)
     if not os.path.isdir(os.path.dirname(os.path.abspath(wanted.root))):
-        raise InvalidInput("there is no such directory", hint="make it, or check the path", path=wanted.root)
+        raise InvalidInput("the directory does not exist", hint="make it, or check the path", path=wanted.root)
     if os.path.isdir(path):
         raise InvalidInput("the path is a directory", hint="name the store and the database: dir/shop", path=path)
     if os.path.isfile(path):

@@ -302,7 +302,7 @@ def size_of(path: str, look: Look | None) -> int:
         return 0
     size = look(path)
     if size is None:
-        raise UnknownArtifact("there is no such file or object", hint=NOT_THERE, path=path)
+        raise UnknownArtifact("no such file or object", hint=NOT_THERE, path=path)
     return size
 
 

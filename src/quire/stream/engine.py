@@ -275,7 +275,7 @@ class StreamEngine:
         try:
             wanted = Mode(mode)
         except ValueError:
-            raise InvalidInput("there is no such mode", hint=f"modes: {', '.join(Mode)}", mode=mode) from None
+            raise InvalidInput("unknown mode", hint=f"modes: {', '.join(Mode)}", mode=mode) from None
         if self._manifest.read_only:
             raise ReadOnly(
                 "only the process that owns the store can switch manifest-log modes",

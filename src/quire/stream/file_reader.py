@@ -188,7 +188,7 @@ class StreamFileReader:
             hint = f"the first one is {first}"
             raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
         if begin > end:
-            raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
+            raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
         yield from self._spans(look, begin, end if stop is None else min(stop, end))
 
     def _spans(self, look: StreamLook, start: int, stop: int) -> Iterator[RecordSpan]:

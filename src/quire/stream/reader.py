@@ -167,7 +167,7 @@ class StreamReader:
             hint = f"the first one is {first}"
             raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
         if begin > end:
-            raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
+            raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
         return begin, min(end, end if stop is None else stop)
 
     def _spans(self, position: int, stop: int) -> Iterator[RecordSpan]:

@@ -113,7 +113,7 @@ def share(
         hint = f"the first one is {first}"
         raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
     if begin > end:
-        raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
+        raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
     if upload and begin < last:
         _upload(stream, begin, last)
     shared: list[SharedSegment] = []

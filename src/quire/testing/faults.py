@@ -361,7 +361,7 @@ class FaultyStore(LocalStore):
         if self._faults.fault is ObjectFault.UNAVAILABLE:
             raise self._unavailable(call, key)
         if self._faults.fault is ObjectFault.STALE_READ and key in self._faults.put:
-            raise ObjectNotFound("there is no such object (injected)", key=key)
+            raise ObjectNotFound("no such object (injected)", key=key)
         whole: Any = step()
         if self._faults.fault is not ObjectFault.SHORT_READ:
             return whole  # type: ignore[no-any-return]

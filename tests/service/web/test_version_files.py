@@ -75,7 +75,7 @@ def test_every_way_to_name_a_version_sends_that_version(shop: Store, anybody: As
     far, never = "2990-01-01T00:00:00Z", "1990-01-01T00:00:00+00:00"
     assert anybody.get(f"/db/shop@{far}.sqlite").headers["etag"] == now.headers["etag"]
     assert anybody.get(f"/db/shop@{never}.sqlite").status == 404
-    assert anybody.get(f"/db/shop@{10**9}.sqlite").status == 400, "there is no such version yet"
+    assert anybody.get(f"/db/shop@{10**9}.sqlite").status == 400, "this version does not exist yet"
     assert now.headers["content-type"] == "application/vnd.sqlite3"
     assert monday.headers["etag"] != now.headers["etag"]
     exported = tmp_path / "exported.sqlite"

@@ -95,7 +95,7 @@ class IcebergTarget:
         tasks = list(table.scan().plan_files())
         if any(task.delete_files for task in tasks):
             hint = "let Iceberg rewrite its data files first"
-            raise InvalidInput("somebody has deleted rows of the target", hint=hint, target=self._identifier)
+            raise InvalidInput("another program has deleted rows of the target", hint=hint, target=self._identifier)
         root = self.location.rstrip("/") + "/"
         if strange := [task.file.file_path for task in tasks if not task.file.file_path.startswith(root)]:
             hint = "a mirror's files are below its table's own location"

@@ -321,7 +321,7 @@ class DropNamespace(Op, frozen=True, tag=160):
         if users > 0:
             raise StillReferenced(
                 "databases use the namespace",
-                hint="`quire drop NAME --now`; a dropped one lets go when its objects are deleted (`quire namespace ls`)",
+                hint="`quire drop NAME --now`; a dropped one is released when its objects are deleted (`quire namespace ls`)",
                 namespace=place.name or self.namespace_id,
                 users=users,
             )

@@ -51,8 +51,8 @@ def cursor_of(tables: Overlay, cursor_id: int) -> tuple[bytes, CursorRecord]:
 def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
     """The error of a cursor that fell behind."""
     return CursorLost(
-        f"the cursor was given up: {row.lost_reason}",
-        hint="what it had not read is gone: start again from a snapshot; `quire feed resume` lets it go on all the same",
+        f"the cursor is lost: {row.lost_reason}",
+        hint="what it had not read is gone: start again from a snapshot; `quire feed resume` resumes it anyway",
         cursor_id=cursor_id,
         name=row.name,
         acked_sequence=row.acked_sequence,

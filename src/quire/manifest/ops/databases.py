@@ -261,7 +261,7 @@ class DropDb(Op, frozen=True, tag=15):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
         if self.only_dropped and not record.former_name:
-            raise IllegalTransition("the database was brought back meanwhile", db_id=self.db_id, name=record.name)
+            raise IllegalTransition("the database was restored meanwhile", db_id=self.db_id, name=record.name)
         if tables.snapshot_index.any(t.SNAPSHOT_INDEX.key.prefix(self.db_id)):
             raise StillReferenced(
                 "the database has snapshots",

@@ -24,7 +24,7 @@ def _mirror(tables: Overlay, mirror_id: int) -> tuple[bytes, MirrorRecord]:
     key = t.MIRROR.key.pack(mirror_id)
     record = tables.mirror.get(key)
     if record is None:
-        raise NotFound("there is no such mirror (any more)", hint="`quire mirror ls` lists them", mirror_id=mirror_id)
+        raise NotFound("no such mirror", hint="`quire mirror ls` lists them", mirror_id=mirror_id)
     return key, record
 
 

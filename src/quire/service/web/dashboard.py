@@ -47,7 +47,7 @@ class Dashboard:
         if scope["type"] != "http":
             raise NotFound("there is no WebSocket at this address", hint="docs/sql-server.md lists the addresses")
         if scope["method"] not in METHODS:
-            raise HttpError(HTTPStatus.NOT_IMPLEMENTED, InvalidInput("there is no such method here"))
+            raise HttpError(HTTPStatus.NOT_IMPLEMENTED, InvalidInput("this method is not allowed here"))
         path = scope["raw_path"].decode("ascii", errors="replace")
         if path == EVENTS and scope["method"] == "GET":
             await self._events(scope, receive, send)
@@ -89,7 +89,7 @@ class Dashboard:
             wrong = InvalidInput("the body is not JSON", hint="Content-Type: application/json")
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, wrong)
         if "transfer-encoding" in headers or "content-length" not in headers:
-            raise HttpError(HTTPStatus.LENGTH_REQUIRED, InvalidInput("the length of the body is not said ahead"))
+            raise HttpError(HTTPStatus.LENGTH_REQUIRED, InvalidInput("the request has no Content-Length"))
         return await self._context.read_body(request, BODY_BYTES_MAX)
 
     # ── live updates ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -405,7 +405,7 @@ class QueryReader(HeldQueryReader):
         """Refuse a batch that begins at `first` if everything below `acknowledged` was acknowledged before."""
         if first < acknowledged:
             raise CursorLost(
-                f"the query goes on from an older checkpoint than its {self.HOLDER} has acknowledged",
+                f"the query continues from an older checkpoint than its {self.HOLDER} has acknowledged",
                 hint=f"restore the newer checkpoint, or begin again with another {self.HOLDER}",
                 **{self.HOLDER: self.holder, "first": first, "acknowledged": acknowledged},
             )

@@ -259,7 +259,7 @@ class ChangesQueryReader(QueryReader):
     def _check_alive(self, cursor: CursorInfo) -> None:
         if cursor.state is CursorState.LOST:
             raise CursorLost(
-                f"the cursor was given up: {cursor.lost_reason}",
+                f"the cursor is lost: {cursor.lost_reason}",
                 hint="begin again from a snapshot, with a new cursor and checkpoint location",
                 cursor=self.holder,
             )

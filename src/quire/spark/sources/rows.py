@@ -525,7 +525,7 @@ class RowsQueryReader(HeldQueryReader):
         if len(versions) == offset["databases"]:
             return versions
         if held:
-            why = "the query goes on from an older checkpoint than its consumer has committed, or another query is its consumer"
+            why = "the query continues from an older checkpoint than its consumer has committed, or another one uses it"
         else:
             why = "the versions that the query has read up to are no longer kept"
         raise CursorLost(

@@ -185,7 +185,7 @@ class Records:
     def _locate(self, channel: Channel, stream_id: int, start: int, stop: int, upload: bool) -> SharedStream:
         share = self.share(channel, start, stop, upload=upload)
         if share.stream_id != stream_id:
-            raise CursorLost("the stream was dropped, and made anew", hint="begin again", stream=self.stream)
+            raise CursorLost("the stream was dropped and created again", hint="begin again", stream=self.stream)
         return share
 
 
