@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 
 import quire
+from quire.cli.main import run
 from quire.core.errors import StoreFenced
 from quire.core.settings import ObjectSettings
 from quire.store.store import Store
@@ -90,3 +93,69 @@ def test_a_bucket_that_denies_is_shown(store: Store, proxy: FaultyProxy) -> None
     assert store.archive.lag_seconds() > 0
     store.archive.wait(WAIT)
     assert store.archive.last_error == ""
+
+
+def test_a_lost_disk_by_the_command_line_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    s3_server: tuple[str, int],  # noqa: F811
+) -> None:
+    """Credentials come from the environment; the endpoint is named once, and later by quire.toml."""
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CREDENTIALS["secret_access_key"])
+    endpoint = "http://{}:{}".format(*s3_server)
+    url, shop, reached = fresh_url(), str(tmp_path / "shop"), ["--endpoint", endpoint, "--allow-http"]
+
+    def quire_(*words: str) -> str:
+        assert run(list(words)) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    assert run(["init", shop, "--object-store", url, "--endpoint", endpoint]) != 0
+    assert "allow" in capsys.readouterr().err
+    assert not os.path.exists(shop)
+    quire_("init", shop, "--object-store", url, *reached, "--region", "us-east-1")
+    quire_("archive", "on", "--store", shop)
+    quire_("kv", "put", "cart", "alice", "3 apples", "--create", "--store", shop)
+    shutil.rmtree(shop)
+    quire_("restore-store", url, shop, "--takeover", *reached)
+    assert "3 apples" in quire_("kv", "get", "cart", "alice", "--store", shop)
+    quire_("kv", "put", "cart", "bob", "4 pears", "--store", shop)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    looked = str(tmp_path / "looked")
+    quire_("restore-store", url, looked)
+    assert "4 pears" in quire_("kv", "get", "cart", "bob", "--store", looked)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    assert "4 pears" in quire_("kv", "get", "cart", "bob", "--store", looked)  # the owner's quire.toml has not lost it
+
+
+def test_copies_remember_the_endpoint_that_they_were_made_with(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    s3_server: tuple[str, int],  # noqa: F811
+) -> None:
+    """The owner was told by its environment, and its quire.toml does not say."""
+    url, endpoint = fresh_url(), "http://{}:{}".format(*s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CREDENTIALS["secret_access_key"])
+    with monkeypatch.context() as there:
+        there.setenv("AWS_ENDPOINT_URL", endpoint)
+        there.setenv("AWS_ALLOW_HTTP", "true")
+        with quire.open(tmp_path / "store", settings=settings(url)) as owner:
+            fill(owner, 0)
+            owner.kv("pairs").flush()
+            expected = contents(owner)
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP"):
+        monkeypatch.delenv(name, raising=False)
+    options = s3_options(endpoint)
+    quire.clone(url, tmp_path / "clone", options=options)
+    with quire.Standby(url, tmp_path / "standby", options=options) as standby:
+        standby.poll()
+    quire.promote(tmp_path / "standby", options=options)
+    for name in ("clone", "standby"):
+        with quire.open(tmp_path / name) as store:
+            assert contents(store) == expected

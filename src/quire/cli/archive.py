@@ -18,7 +18,7 @@ from quire.cli.command import Cli, CliResult, confirm, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size, span
-from quire.cli.lookup import Moment, Runner, StoreId, Yes, need_runner
+from quire.cli.lookup import AllowHttp, Endpoint, Moment, Region, Runner, StoreId, Yes, need_runner
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
@@ -295,16 +295,9 @@ def restore_store(
     at: Moment = "",
     store_id: StoreId = "",
     takeover: Annotated[bool, Option("--takeover", help="Make DIR the owner, and fence the previous one.")] = False,
-    endpoint: Annotated[
-        str,
-        Option(
-            "--endpoint", metavar="URL", help="Endpoint of an S3-compatible service.", show_default="the provider's"
-        ),
-    ] = "",
-    region: Annotated[
-        str, Option("--region", metavar="NAME", help="Region of the bucket; S3 only.", show_default="AWS_REGION")
-    ] = "",
-    allow_http: Annotated[bool, Option("--allow-http", help="Allow plain HTTP to the endpoint.")] = False,
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
 ) -> Report:
     """Restore a whole store from its bucket.
 

@@ -44,6 +44,15 @@ Follow = Annotated[
     bool, Option("--follow", "-f", help="Continue with new records until Ctrl-C; JSON is one line per record.")
 ]
 
+Endpoint = Annotated[
+    str,
+    Option("--endpoint", metavar="URL", help="Endpoint of an S3-compatible service.", show_default="the provider's"),
+]
+Region = Annotated[
+    str, Option("--region", metavar="NAME", help="Region of the bucket; S3 only.", show_default="AWS_REGION")
+]
+AllowHttp = Annotated[bool, Option("--allow-http", help="Allow plain HTTP to the endpoint.")]
+
 At = Annotated[str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a time.", show_default="now")]
 Moment = Annotated[
     str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")

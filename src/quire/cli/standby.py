@@ -14,7 +14,7 @@ from quire.archive import clones as registered
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import moment
-from quire.cli.lookup import Log, Moment, StoreId, Yes, log_to
+from quire.cli.lookup import AllowHttp, Endpoint, Log, Moment, Region, StoreId, Yes, log_to
 from quire.cli.output import Listing, ListingRow, Note, until_interrupted
 from quire.core.clock import SystemClock
 from quire.core.errors import ObjectNotFound
@@ -29,14 +29,6 @@ from quire.store.standby import Promoted, StandbyStatus
 
 clones = Group("clones")
 
-Endpoint = Annotated[
-    str,
-    Option("--endpoint", metavar="URL", help="Endpoint of an S3-compatible service.", show_default="the provider's"),
-]
-Region = Annotated[
-    str, Option("--region", metavar="NAME", help="Region of the bucket; S3 only.", show_default="AWS_REGION")
-]
-AllowHttp = Annotated[bool, Option("--allow-http", help="Allow plain HTTP to the endpoint.")]
 Directory = Annotated[str, Argument(metavar="DIR", help="The directory of the standby.")]
 
 

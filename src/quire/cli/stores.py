@@ -11,14 +11,16 @@ import quire
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import article, behind_text, count_of, moment, size, tags_text
-from quire.cli.lookup import Database, Yes, tags_of
+from quire.cli.lookup import AllowHttp, Database, Endpoint, Region, Yes, tags_of
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
-from quire.core.settings import StoreSettings
+from quire.core.settings import ObjectSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.manifest.records import DbStatus
 from quire.objects.open import open_store
+from quire.objects.options import options_of
+from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
 from quire.store.layout import DirectoryState, check_objects_url, look
 
@@ -50,15 +52,29 @@ def init(
             show_default="objects/ in the store",
         ),
     ] = "",
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
 ) -> Note:
-    """Create a store, or check that one exists."""
+    """Create a store, or check that one exists.
+
+    Credentials of a bucket come from the environment (AWS_*, GOOGLE_*, AZURE_*) or from quire.toml, into which --endpoint,
+    --region and --allow-http are written.
+    """
     target = path or cli.path
+    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
+    reached.check("--endpoint")
     if object_store:
         check_objects_url(object_store)
-        open_store(object_store).close()  # refuses what cannot work, before anything is made
+        # refuses what cannot work, before anything is made
+        open_store(object_store, options=options_of(reached, "objects")).close()
     exists = look(OsDisk(), target) is DirectoryState.STORE
-    settings = StoreSettings(object_store=object_store) if object_store else None
+    settings = StoreSettings(object_store=object_store, objects=reached) if object_store else None
     with quire.open(target, "r" if exists else "rw", settings=settings) as store:
+        if not exists:
+            # allow_http comes before the endpoint, which may be plain HTTP
+            given: dict[str, str | bool] = {"allow_http": allow_http, "endpoint": endpoint, "region": region}
+            change_config(OsDisk(), store.path, {("objects", name): value for name, value in given.items() if value})
         text = f"{store.path} is already a store" if exists else f"created a store in {store.path}"
         return Note(text=text, data={"path": store.path, "created": not exists, "object_store": store.objects_url})
 

@@ -127,7 +127,7 @@ def clone(
                     store_id=point.store_id, last_epoch=last_epoch, at_ms=point.at_ms, position=str(point.position)
                 )
                 _write_identity(replay.rows(), clone_id, (*earlier, here))
-                write_config(disk, root, url)
+                write_config(disk, root, url, options)
                 remote = len(replay.remote)
                 replay.finish()
             hit("clone.made")

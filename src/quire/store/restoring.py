@@ -263,7 +263,8 @@ def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None =
     if not url and settings.archive.mode != "off":  # objects are in the directory now: an archive needs them elsewhere
         changes["archive", "mode"] = "off"
     if options is not None:
-        if options.allow_http != settings.objects.allow_http:  # before the endpoint, which may be plain HTTP
+        # Before the endpoint, which may be plain HTTP. Without an endpoint it says nothing: the environment may have one.
+        if options.endpoint and options.allow_http != settings.objects.allow_http:
             changes["objects", "allow_http"] = options.allow_http
         for name, value in (("endpoint", options.endpoint or ""), ("region", options.region or "")):
             if value and value != getattr(settings.objects, name):

@@ -143,6 +143,7 @@ class Standby:
         """A new one each time: a heartbeat that names it was written after it was registered."""
         self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
         self._progress = progress or silent
+        self._options = options
         self._bucket = open_store(self.url, options=options)
         # the standby's thread's own
         self._replay: Replay | None = None
@@ -327,7 +328,7 @@ class Standby:
         replay = self._following()
         replay.apply(events, again=self._is_first)
         if names.CONFIG in replay.touched:
-            write_config(self._disk, self.path, self.url)
+            write_config(self._disk, self.path, self.url, self._options)
         hit("standby.applied")
         self._save(replace(self._state, position=header.position, digest=digest, at_ms=header.at_ms))
         hit("standby.noted")
@@ -434,7 +435,7 @@ class Standby:
         if self._disk.exists(config := os.path.join(staged, names.CONFIG)):
             # A copy: the owner's next change of that file must not reach this one through its number.
             write_atomic(self._disk, os.path.join(self.path, names.CONFIG), read_all(self._disk, config))
-        write_config(self._disk, self.path, self.url)
+        write_config(self._disk, self.path, self.url, self._options)
         self._swap_rows(os.path.join(staged, names.MANIFEST), os.path.join(self.path, names.MANIFEST))
         hit("standby.rows_swapped")
         self._save(replace(self._state, phase=StandbyPhase.FOLLOWING))
