@@ -105,15 +105,17 @@ class ServedConnection:
             raise OperationalError("too many statements of this connection are not at their end: close cursors")
         self._begin(begin)
         try:
-            statement = self._runner.run(sql, bindings)
+            statement = self._runner.run(sql, bindings, is_examined=True)
         except StatementFailed as failed:
             if failed.code != NO_STATEMENT:
                 raise
             return self._state()  # to PEP 249 a comment is a statement that does nothing
+        if not statement.columns:
+            return self._state()
         rows = statement.bunch()
         if not statement.is_over:
             self._cursors[cursor_id] = statement
-        return self._state(columns=statement.columns or None, rows=rows, is_over=statement.is_over)
+        return self._state(columns=statement.columns, rows=rows, is_over=statement.is_over)
 
     def _begin(self, begin: str) -> None:
         if begin and self._runner.is_autocommit():

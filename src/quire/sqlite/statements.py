@@ -117,11 +117,22 @@ class _Preparation:
         return True
 
 
-def _next_rows(cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int) -> tuple[list[Any], bool]:
+def _columns(cursor: apsw.Cursor) -> Columns:
+    """Of a statement that stands at its first row; none if it is over."""
+    try:
+        columns: Columns = cursor.get_description()
+    except apsw.ExecutionCompleteError:
+        return ()
+    return columns
+
+
+def _next_rows(
+    cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int, at_once: int
+) -> tuple[list[Any], bool]:
     """The next rows, at most so many and about so many bytes, and whether they are the last. They are measured while they are
     read: a few values of SQLite's largest size would take all the memory there is."""
     rows: list[Any] = []
-    size, at_once = 0, 1
+    size = 0
     while size < bytes_max and (wanted := min(count - len(rows), at_once)) > 0:
         some = list(islice(cursor, wanted))
         rows += some
@@ -152,7 +163,7 @@ class RunningStatement:
         try:
             runner.bound(len(self.columns))  # another statement may have run meanwhile
             with runner.deadline():
-                rows, self.is_over = _next_rows(self._cursor, count, BUNCH_BYTES)
+                rows, self.is_over = _next_rows(self._cursor, count, BUNCH_BYTES, runner.first_rows)
         except Exception as error:
             runner.fail(error)
         return rows
@@ -200,6 +211,8 @@ class StatementRunner:
         self.deadline = deadline
         self._read_only_hint = read_only_hint
         self._value_bytes = value_bytes
+        self.first_rows = 1 if value_bytes else ROWS_AT_ONCE
+        """That are read before any of a bunch were measured."""
         self._on_too_large = on_too_large
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes
@@ -211,12 +224,17 @@ class StatementRunner:
         self._lost: StatementFailed | None = None
         """Why the transaction is gone: told once, to the next statement."""
 
-    def run(self, sql: str, bindings: Sequence[SqlValue] | Mapping[str, SqlValue] = ()) -> RunningStatement:
-        """Begin the one statement of a text; it stands at its first row, or it is over."""
+    def run(
+        self, sql: str, bindings: Sequence[SqlValue] | Mapping[str, SqlValue] = (), *, is_examined: bool = False
+    ) -> RunningStatement:
+        """Begin the one statement of a text; it stands at its first row, or it is over. With `is_examined` its program has seen
+        that it is one: where nothing is bounded either, nothing is looked at before it runs."""
         self.tell_lost()
         is_autocommit = self.is_autocommit()
-        cursor, run = self.connection.cursor(), _Preparation(sql, self.bound)
-        cursor.exec_trace = run
+        cursor = self.connection.cursor()
+        run = None if is_examined and not self._value_bytes else _Preparation(sql, self.bound)
+        if run is not None:
+            cursor.exec_trace = run
         try:
             with self.deadline():
                 cursor.execute(sql, bindings)
@@ -230,7 +248,7 @@ class StatementRunner:
             raise StatementFailed(f"{failed}{hint}", failed.code, failed.extended_code) from error
         except Exception as error:
             self.fail(error)
-        return RunningStatement(cursor, run.columns, self)
+        return RunningStatement(cursor, _columns(cursor) if run is None else run.columns, self)
 
     def bound(self, columns: int) -> None:
         """Bound the values of what runs next, so that a row of so many columns keeps within `ROW_BYTES_MAX`."""
