@@ -1,0 +1,148 @@
+"""Processes that read a standby while it exchanges its files see one state of the owner, or are told to begin again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.archive.log_reader import find
+from quire.core.errors import Unavailable
+from quire.durable.failpoints import armed
+from quire.store import reader_files
+from tests.archive.world import fill, world
+from tests.store.test_standby import follow, polled
+
+READS = """
+import sys, threading, quire
+
+path, last = sys.argv[1], int(sys.argv[2])
+done, failed = threading.Event(), []
+
+def tail():
+    for expected, record in enumerate(stream.tail(1, timeout=120), 1):
+        assert (record.id, record.payload) == (expected, b"%d" % expected)
+        if expected == last:
+            return
+    raise AssertionError("the tail ended")
+
+def again(number):
+    seen = 0
+    while not done.is_set():
+        now = number()
+        assert now >= seen, f"{number.__name__}: {now} after {seen}"
+        seen = now
+
+def read():
+    records = [(record.id, record.payload) for record in stream.read()]
+    assert records == [(number, b"%d" % number) for number in range(1, len(records) + 1)]
+    if records:
+        list(stream.read(len(records)))  # which was there a moment ago
+    return len(records)
+
+def count():
+    pairs = int(kv.get(b"count"))
+    assert len(list(kv.scan())) > pairs
+    return pairs
+
+def rows():
+    while True:
+        try:
+            with store.sqlite("shop") as db:
+                number, highest = db.execute("select count(*), max(n) from item").fetchone()
+        except Exception as error:
+            if "no longer kept" not in str(error):  # a read that was overtaken is told so, and begins again
+                raise
+            continue
+        assert number == highest
+        return number
+
+def guarded(work, *given):
+    try:
+        work(*given)
+    except BaseException as error:
+        failed.append(f"{type(error).__name__}: {error}")
+        done.set()
+
+with quire.open(path, "r") as store:
+    stream, kv = store.stream("events"), store.kv("pairs")
+    print("ready", flush=True)
+    threads = [threading.Thread(target=guarded, args=(again, number)) for number in (read, count, rows)]
+    following = threading.Thread(target=guarded, args=(tail,), daemon=True)
+    for thread in (following, *threads):
+        thread.start()
+    while following.is_alive() and not done.is_set():
+        following.join(0.1)
+    done.set()
+    for thread in threads:
+        thread.join()
+    print(*failed, flush=True)
+"""
+
+
+def test_readers_of_a_standby_that_begins_again_see_one_state(tmp_path: Path) -> None:
+    last = 800
+    with world(tmp_path) as here:
+        store = here.store
+        stream, kv = store.stream("events", create=True), store.kv("pairs", create=True)
+        with store.sqlite("shop", create=True) as db:
+            db.execute("create table item(n integer primary key)")
+
+        def more(start: int) -> None:
+            with store.sqlite("shop") as db:
+                db.execute("insert into item select coalesce(max(n), 0) + 1 from item")
+            kv.put(b"%06d" % start, b"")
+            kv.put(b"count", b"%d" % (start // 20))
+            stream.append([b"%d" % number for number in range(start, start + 20)]).result()
+            if start % 60 == 1:
+                stream.seal()
+                stream.compress()
+                kv.flush()
+                store.checkpoint("shop")
+            if start % 240 == 1:
+                stream.upload()
+                stream.evict(warm=True)
+                kv.compact()
+            here.archived()
+
+        more(1)
+        with follow(here) as standby:
+            standby.poll()
+            reader = subprocess.Popen(
+                [sys.executable, "-c", READS, standby.path, str(last)], stdout=subprocess.PIPE, text=True
+            )
+            assert reader.stdout is not None
+            with reader, reader.stdout as answers:
+                assert answers.readline() == "ready\n"
+                for start in range(21, last, 20):
+                    more(start)
+                    if start % 40 == 1:
+                        standby._rebuild(find(store.objects, store.feed.store_id()))
+                    standby.poll()
+                assert answers.read() == "\n"
+            assert standby.status.rebuilds >= 20
+
+
+def test_a_standby_that_died_while_it_exchanged_its_files_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_files, "EXCHANGE_SECONDS", 0.1)
+    with world(tmp_path) as here:
+        fill(here.store, 0)
+        polled(here)
+        fill(here.store, 20)
+        here.archived()
+        with (
+            follow(here) as standby,
+            armed("standby.part_swapped", "1*raise:EIO"),
+            pytest.raises(OSError, match="failpoint"),
+        ):
+            standby._rebuild(find(here.store.objects, here.store.feed.store_id()))
+        with quire.open(tmp_path / "standby", "r") as store, pytest.raises(Unavailable, match="exchanging its files"):
+            list(store.stream("events").read())
+        polled(here)
+        with quire.open(tmp_path / "standby", "r") as store:
+            assert len(list(store.stream("events").read())) == len(list(here.store.stream("events").read()))
