@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import StorageFault, TooManyOpenFiles
-from quire.durable.files import OsDisk, preallocate, translate, write_synced
+from quire.durable.files import Disk, DiskLayer, File, OsDisk, preallocate, translate, write_synced
 from quire.durable.open_files import OpenFiles, open_to_read
 from quire.testing.faults import Fault, FaultyDisk
 
@@ -202,6 +202,67 @@ def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
     for number, file in enumerate(files):
         assert file.read_at(6, 0) == f"{number}: 299".encode()
         file.close()
+
+
+class _SlowToOpen(DiskLayer):
+    """A disk whose opens of one file wait until they are let go."""
+
+    def __init__(self, inner: Disk, path: str) -> None:
+        super().__init__(inner)
+        self._path = path
+        self.is_opening, self.may_open = threading.Event(), threading.Event()
+        self.may_open.set()
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        if path == self._path and not self.may_open.is_set():
+            self.is_opening.set()
+            assert self.may_open.wait(20)
+        return self._inner.open(path, create=create, exclusive=exclusive, write=write)
+
+
+def test_a_file_that_is_opened_again_holds_up_no_other(tmp_path: Path) -> None:
+    """With more files in use than the bound each use opens one; threads waited for each other's opens."""
+    slow = str(tmp_path / "slow")
+    disk = _SlowToOpen(OsDisk(), slow)
+    pool = OpenFiles(disk, 4, ticking=False)
+    first, second = pool.open(slow, create=True), pool.open(str(tmp_path / "other"), create=True)
+    pool.close_idle()
+    assert pool.close_idle() == 2
+    disk.may_open.clear()
+    writer = threading.Thread(target=first.write_at, args=(b"slow", 0))
+    writer.start()
+    assert disk.is_opening.wait(20)
+    other = threading.Thread(target=second.write_at, args=(b"other", 0))
+    other.start()
+    other.join(10)
+    was_held_up = other.is_alive()
+    disk.may_open.set()
+    writer.join()
+    other.join()
+    assert not was_held_up
+    assert (first.read_at(4, 0), second.read_at(5, 0)) == (b"slow", b"other")
+    first.close()
+    second.close()
+
+
+def test_a_handle_that_is_closed_while_its_file_is_opened_again_leaves_no_descriptor(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    disk = _SlowToOpen(OsDisk(), path)
+    pool = OpenFiles(disk, 4, ticking=False)
+    first, second = pool.open(path, create=True), pool.open(path)
+    pool.close_idle()
+    assert pool.close_idle() == 1
+    disk.may_open.clear()
+    writer = threading.Thread(target=first.write_at, args=(b"one", 0))
+    writer.start()
+    assert disk.is_opening.wait(20)
+    second.close()
+    disk.may_open.set()
+    writer.join()
+    assert _descriptors(tmp_path) == 1
+    first.close()
+    assert _descriptors(tmp_path) == 0
+    assert len(pool) == 0
 
 
 # ── no descriptor left ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -144,10 +145,10 @@ def test_the_ticker_works_by_itself_and_survives_a_database_that_fails(
     pages = Pages(tmp_path, settings=settings, ticking=True)
     bad, good = pages.database("bad"), pages.database("good")
 
-    def fail() -> int:
+    def fail() -> Iterator[int]:
         raise ZeroDivisionError("a bug")
 
-    bad.wal.publish = fail  # type: ignore[method-assign]
+    bad.wal.publishing = fail  # type: ignore[method-assign]
     for store in (bad, good):
         write(store, Model(), {0: image()})
     deadline = time.monotonic() + 60
@@ -158,7 +159,7 @@ def test_the_ticker_works_by_itself_and_survives_a_database_that_fails(
     assert pages.engine._ticker is not None
     assert pages.engine._ticker.is_alive()
     assert capsys.readouterr().err.count("pages.tick_failed") == 1, "it says so once"
-    del bad.wal.publish
+    del bad.wal.publishing
     pages.stop()
 
 
@@ -167,18 +168,18 @@ def test_a_database_that_is_dropped_while_it_is_published_is_no_failure(
 ) -> None:
     store = pages.database()
     write(store, Model(), {0: image()})
-    publish = store.wal.publish
+    publishing = store.wal.publishing
 
-    def drop_and_publish() -> int:
+    def drop_and_publish() -> Iterator[int]:
         pages.manifest.drop_db(store.db_id).result()
-        return publish()
+        return publishing()
 
-    store.wal.publish = drop_and_publish  # type: ignore[method-assign]
+    store.wal.publishing = drop_and_publish  # type: ignore[method-assign]
     pages.clock.advance(10.0)
-    pages.engine._tick_safely(store)
-    store.wal.publish = publish  # type: ignore[method-assign]
+    pages.engine.tick_all(resting=False)
+    store.wal.publishing = publishing  # type: ignore[method-assign]
     assert [opened.db_id for opened in pages.engine.stores()] == [store.db_id]
-    pages.engine._tick_safely(store)
+    pages.engine.tick_all(resting=False)
     assert not pages.engine.stores(), "the next tick closes it"
     assert "tick_failed" not in capsys.readouterr().err
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,3 +220,29 @@ def test_a_damaged_entry_of_an_unpublished_frame_is_made_anew(pages: Pages) -> N
     with pages.database().open_snapshot() as reader:
         assert_reads(reader, model.newest)
     assert _pages_of(pages.root, 1, 3) == [0, 1, 0]
+
+
+def test_databases_that_are_published_in_one_tick_share_commits(pages: Pages) -> None:
+    """Each waited for a commit of its own: with a thousand active ones a round took many seconds."""
+    stores = [pages.database(f"db-{number}") for number in range(20)]
+    for store in stores:
+        write(store, Model(), {0: image()})
+    started = threading.Event()
+    groups: list[int] = []
+    writer = pages.manifest.writer
+    commit = writer._commit
+
+    def counted(group: list[Any]) -> None:
+        groups.append(len(group))
+        if not started.is_set():
+            started.set()
+            time.sleep(0.2)  # so that the others are queued behind the first, as behind a sync of a disk
+        commit(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_commit", counted)
+        pages.clock.advance(10.0)
+        pages.engine.tick_all()
+    assert all(not store.wal.unpublished_bytes for store in stores)
+    assert sum(groups) == 20
+    assert len(groups) < 20

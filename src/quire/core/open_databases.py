@@ -30,6 +30,7 @@ Threads: the engine's lock guards it, except for the end of a handle, which is n
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -62,6 +63,9 @@ class OpenSet(Generic[T]):
         self._clock = clock
         # guarded by the engine's lock
         self._entries: dict[int, _Entry[T]] = {}
+        self._next: deque[tuple[float, int]] = deque()
+        """What was not held when it was last looked at all, longest unused first: looking at all for each database that is
+        opened would cost more than opening it. What is used from then on is used later than all of these."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -111,21 +115,30 @@ class OpenSet(Generic[T]):
     def surplus(self) -> list[int]:
         """Databases beyond `open_max` that nobody holds, those longest unused first."""
         over = len(self._entries) - self._open_max
-        if over <= 0:
-            return []
-        return self._unheld()[:over]
+        surplus: list[int] = []
+        if over > 0 and not self._take(surplus, over):
+            self._next = deque(self._unheld())
+            self._take(surplus, over)
+        return surplus
+
+    def _take(self, surplus: list[int], count: int) -> bool:
+        """Go on with those that come next until there are so many that nobody has used meanwhile; whether there were."""
+        while self._next and len(surplus) < count:
+            used_at, number = self._next.popleft()
+            entry = self._entries.get(number)
+            if entry is not None and entry.used_at == used_at and not entry.is_held and number not in surplus:
+                surplus.append(number)
+        return len(surplus) >= count
 
     def idle(self) -> list[int]:
         """Databases that nobody has held for `idle_seconds`, and those beyond `open_max`; longest unused first."""
         before = self._clock.monotonic() - self._idle_seconds
         unheld, over = self._unheld(), len(self._entries) - self._open_max
-        return [
-            number for place, number in enumerate(unheld) if place < over or self._entries[number].used_at <= before
-        ]
+        return [number for place, (used_at, number) in enumerate(unheld) if place < over or used_at <= before]
 
-    def _unheld(self) -> list[int]:
-        unheld = [(entry.used_at, number) for number, entry in self._entries.items() if not entry.is_held]
-        return [number for _, number in sorted(unheld)]
+    def _unheld(self) -> list[tuple[float, int]]:
+        """(when it was last used, number) of those that nobody holds."""
+        return sorted((entry.used_at, number) for number, entry in self._entries.items() if not entry.is_held)
 
 
 def _noting(entry: _Entry[T], clock: Clock) -> Callable[[weakref.ref[T]], None]:

@@ -14,6 +14,11 @@ Why a use needs no lock: it marks the entry as busy before it looks for its hand
 before it looks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closer finds it
 busy and gives the handles back. The marks are appends to a list, which are atomic, as is the look at it.
 
+Locks, in this order: `_naming` while a path is opened or renamed, an entry's while its file is opened again, `_lock` for what
+is known. No system call is made under `_lock` (but the sync of a dirty file, if all are): with more files in use than the
+bound, each use opens one, and threads must not wait for each other's calls. `forget` takes `_lock` alone, because the end of
+an object may call it at any line.
+
 Threads: any. Raises what the disk below raises.
 """
 
@@ -23,7 +28,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from quire.core.errors import StorageFault
 from quire.core.events import emit
@@ -37,7 +42,7 @@ class _OpenFile:
     """One file by its path, with all handles that are open on it here. All but `busy`, `is_dirty` and `was_used` is guarded by
     the pool's lock."""
 
-    __slots__ = ("busy", "failure", "handles", "identity", "is_dirty", "is_pinned", "path", "was_used")
+    __slots__ = ("busy", "failure", "handles", "identity", "is_dirty", "is_pinned", "opening", "path", "was_used")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -48,6 +53,7 @@ class _OpenFile:
         self.was_used = True
         self.is_pinned = False
         self.failure: StorageFault | None = None
+        self.opening = threading.RLock()
 
 
 class OpenFiles(DiskLayer):
@@ -60,6 +66,7 @@ class OpenFiles(DiskLayer):
         self._limit = limit
         self._ticking = ticking
         self._stopping = threading.Event()
+        self._naming = threading.RLock()
         # guarded by _lock
         self._lock = threading.RLock()
         self._entries: dict[str, _OpenFile] = {}
@@ -84,36 +91,51 @@ class OpenFiles(DiskLayer):
         return self._pooled(path, create=False, exclusive=False, write=False)
 
     def _pooled(self, path: str, *, create: bool, exclusive: bool, write: bool) -> PooledFile:
-        with self._lock:
+        with self._naming:
             self._make_room(None)
             file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
             try:
-                identity = _identity(file)
-                entry = self._entries.get(path)
-                if entry is not None and entry.identity != identity:
-                    # Under this path is another file now; whoever has the former one goes on with it, while it is open.
-                    entry.is_pinned = True
-                    entry = None
-                if entry is None:
-                    entry = self._entries[path] = _OpenFile(path)
-                    entry.identity = identity
-                elif entry not in self._open:
-                    self._open_again(entry)
+                entry = self._entry(path, _identity(file))
+                entry.busy.append(None)  # from here on nobody closes it
+                try:
+                    with entry.opening:
+                        if entry.handles:
+                            self._open_again(entry)
+                        handle = PooledFile(self, entry, file, writes=write)
+                        with self._lock:
+                            self._entries[path] = entry  # it may have been forgotten meanwhile
+                            entry.handles.append(handle)
+                            entry.was_used = True
+                            self._open[entry] = None
+                finally:
+                    entry.busy.pop()
             except BaseException:
                 file.close()
                 raise
-            handle = PooledFile(self, entry, file, writes=write)
-            entry.handles.append(handle)
-            entry.was_used = True
-            self._open[entry] = None
             self._start_ticker()
             return handle
 
+    def _entry(self, path: str, identity: tuple[int, int]) -> _OpenFile:
+        """What is known of the file under a path."""
+        with self._lock:
+            entry = self._entries.get(path)
+            if entry is not None and entry.identity != identity:
+                # Under this path is another file now; whoever has the former one goes on with it, while it is open.
+                entry.is_pinned = True
+                entry = None
+            if entry is None:
+                entry = self._entries[path] = _OpenFile(path)
+                entry.identity = identity
+            return entry
+
     def _open_again(self, entry: _OpenFile) -> None:
-        """Open all handles of an entry together, if the path still leads to the same file. REQUIRES the lock."""
+        """Open all handles of an entry together, if it has none that is open and the path still leads to the same file.
+        REQUIRES that the entry is busy, and its lock."""
+        with self._lock:
+            handles = [] if entry in self._open else [*entry.handles]
         files: list[File] = []
         try:
-            for handle in entry.handles:
+            for handle in handles:
                 file = self._inner.open(entry.path, write=handle.writes)
                 files.append(file)
                 if _identity(file) != entry.identity:
@@ -126,24 +148,34 @@ class OpenFiles(DiskLayer):
             for file in files:
                 file.close()
             raise
-        for handle, file in zip(entry.handles, files, strict=True):
-            handle.file = file
-        self._open[entry] = None
+        closed: list[File] = []
+        with self._lock:
+            for handle, file in zip(handles, files, strict=True):
+                if handle in entry.handles:
+                    handle.file = file
+                    self._open[entry] = None
+                else:
+                    closed.append(file)
+        for file in closed:
+            file.close()
 
     def wake(self, handle: PooledFile) -> File:
-        """The file of a handle that was found without one; for `PooledFile`."""
-        with self._lock:
-            entry = handle.entry
+        """The file of a handle that was found without one, and was marked as busy before; for `PooledFile`."""
+        entry = handle.entry
+        with entry.opening:
             if entry.failure is not None:
                 raise entry.failure
-            if handle.file is None:
-                if handle not in entry.handles:
-                    raise StorageFault("the file was closed", path=entry.path)
+            with self._lock:  # not between the two looks of one who closes
+                is_closed, file = handle not in entry.handles, handle.file
+            if file is None and not is_closed:
                 self._make_room(entry)
                 self._open_again(entry)
                 self._start_ticker()
-            assert handle.file is not None, "opened just now, and busy since"
-            return handle.file
+                with self._lock:
+                    file = handle.file
+            if file is None:
+                raise StorageFault("the file was closed", path=entry.path)
+            return file
 
     # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close_idle(self) -> int:
@@ -152,20 +184,28 @@ class OpenFiles(DiskLayer):
             idle = [entry for entry in self._open if not entry.was_used and not entry.is_dirty]
             for entry in self._open:
                 entry.was_used = False
-            return sum(self._close(entry) for entry in idle)
+            taken = [files for entry in idle if (files := self._take(entry))]
+        _close_all(taken)
+        return len(taken)
 
     def _make_room(self, but: _OpenFile | None) -> None:
-        """Close the entries opened longest ago until the bound holds, syncing dirty ones first. REQUIRES the lock."""
+        """Close the entries opened longest ago until the bound holds, syncing dirty ones first."""
         if len(self._open) < self._limit:
             return
-        candidates = [entry for entry in self._open if entry is not but]
-        clean = [entry for entry in candidates if not entry.is_dirty]
-        for entry in [*clean, *(entry for entry in candidates if entry.is_dirty)]:
-            if len(self._open) < self._limit:
-                return
-            if entry.is_dirty and not entry.busy and not entry.is_pinned:
-                self._sync(entry)
-            self._close(entry)
+        taken: list[list[File]] = []
+        with self._lock:
+            for syncing in (False, True):
+                for _ in range(len(self._open)):
+                    if len(self._open) < self._limit:
+                        break
+                    entry = next(iter(self._open))
+                    if syncing and entry.is_dirty and not entry.busy and not entry.is_pinned:
+                        self._sync(entry)
+                    if entry is not but and (files := self._take(entry)):
+                        taken.append(files)
+                    else:  # in use: asked last, so that the next one to make room does not begin with it
+                        self._open.move_to_end(entry)
+        _close_all(taken)
 
     def _sync(self, entry: _OpenFile) -> None:
         file = entry.handles[0].file
@@ -178,22 +218,20 @@ class OpenFiles(DiskLayer):
             entry.failure = fault
             entry.is_dirty = True
 
-    def _close(self, entry: _OpenFile) -> bool:
-        """Close an entry's descriptors unless somebody is using them, or must not miss their news. REQUIRES the lock."""
-        if entry.is_pinned or entry.is_dirty or entry.failure is not None:
-            return False
+    def _take(self, entry: _OpenFile) -> list[File]:
+        """Take an entry's files away, to be closed without the lock; none if somebody is using them, or must not miss their
+        news. REQUIRES the lock."""
+        if entry.is_pinned or entry.is_dirty or entry.busy or entry.failure is not None:
+            return []
         files = [(handle, handle.file) for handle in entry.handles]
         for handle, _ in files:
             handle.file = None
         if entry.busy or entry.is_dirty:
             for handle, file in files:
                 handle.file = file
-            return False
+            return []
         del self._open[entry]
-        for _, file in files:
-            if file is not None:
-                file.close()
-        return True
+        return [file for _, file in files if file is not None]
 
     def forget(self, handle: PooledFile) -> None:
         """A handle is closed for good; for `PooledFile`."""
@@ -231,11 +269,14 @@ class OpenFiles(DiskLayer):
 
     def rename(self, source: str, target: str) -> None:
         """As `Disk.rename`; handles that are open on the file go with it."""
-        with self._lock:
-            self._inner.rename(source, target)
-            if (entry := self._entries.pop(source, None)) is not None:
-                entry.path = target
-                self._entries[target] = entry
+        with self._naming:
+            entry = self._entries.get(source)
+            with entry.opening if entry is not None else nullcontext():  # or it would be opened by its former name
+                self._inner.rename(source, target)
+                with self._lock:
+                    if (entry := self._entries.pop(source, None)) is not None:
+                        entry.path = target
+                        self._entries[target] = entry
 
 
 class PooledFile(DirectFile):
@@ -355,6 +396,12 @@ class PooledFile(DirectFile):
 def open_to_read(disk: Disk, path: str) -> File:
     """A file that is kept open to be read for as long as its owner wants, within the bound if the disk has one."""
     return disk.open_to_read(path) if isinstance(disk, OpenFiles) else disk.open(path, write=False)
+
+
+def _close_all(taken: list[list[File]]) -> None:
+    for files in taken:
+        for file in files:
+            file.close()
 
 
 def _identity(file: File) -> tuple[int, int]:

@@ -53,6 +53,8 @@ from quire.pages.view import SnapshotView, ViewReader, without_object
 from quire.pages.view_build import open_kept, view_of
 from quire.pages.wal import Wal, WalStart
 
+TICK_TOGETHER = 64
+"""Databases whose index is entered into the manifest together."""
 TICK_SECONDS = 0.25
 """Between two looks: a quarter of the shortest interval anything here has."""
 
@@ -440,18 +442,22 @@ class PageEngine:
 
     def tick_all(self, *, resting: bool = True) -> None:
         """Everything that is due for open databases, with or without those in which nothing goes on."""
-        for store in self.stores():
+        stores = [store for store in self.stores() if resting or not store.rests]
+        for start in range(0, len(stores), TICK_TOGETHER):
+            under_way = [(store, self._steps(store)) for store in stores[start : start + TICK_TOGETHER]]
+            while under_way:
+                under_way = [(store, steps) for store, steps in under_way if self._step_safely(store, steps)]
             if self._stopping.is_set():
                 return
-            if resting or not store.rests:
-                self._tick_safely(store)
         if resting:
             self.close_idle()
 
-    def _tick_safely(self, store: PageStore) -> None:
-        """Tick one database and report its failure; the ticker lives on, or nothing would be published any more."""
+    def _step_safely(self, store: PageStore, steps: Iterator[object]) -> bool:
+        """Go on with the tick of one database and report its failure; whether there is more to do. The ticker lives on, or
+        nothing would be published any more."""
         try:
-            self.tick(store)
+            for _ in steps:
+                return True
             self._complaints.pop(store.db_id, None)
         except DatabaseTombstoned:  # dropped between our look and our commit: the next tick closes it
             pass
@@ -460,9 +466,15 @@ class PageEngine:
             if store.wal.failure is None and self._complaints.get(store.db_id) != complaint:
                 self._complaints[store.db_id] = complaint
                 emit("error", "pages.tick_failed", db_id=store.db_id, error=complaint)
+        return False
 
     def tick(self, store: PageStore) -> None:
         """Everything that is due for one database."""
+        for _ in self._steps(store):
+            pass
+
+    def _steps(self, store: PageStore) -> Iterator[object]:
+        """The same in steps, between which a commit is under way: databases that are published together share commits."""
         now, wal = self._clock.monotonic(), store.wal
         store.readers.beat()
         self._remote.tick(store.db_id, store.readers.expire())
@@ -478,7 +490,7 @@ class PageEngine:
         if now - wal.opened_at >= self._settings.seal_seconds:
             wal.seal()
         if wal.has_ended() or wal.unpublished_bytes >= self._settings.publish_bytes or (due and wal.unpublished_bytes):
-            wal.publish()
+            yield from wal.publishing()
             self._published_at[store.db_id] = now
         wal.prepare()
 

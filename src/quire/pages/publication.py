@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -120,18 +120,18 @@ class Publication:
         """A segment takes no more frames."""
         self.ended.append(segment)
 
-    def publish(self, durable: Callable[[], Mark]) -> int:
-        """Enter what is durable into the manifest; rows entered. What becomes durable meanwhile waits for the next time: busy
-        writers would keep it going for ever, a commit's few rows in each batch."""
+    def publish(self, durable: Callable[[], Mark]) -> Iterator[int]:
+        """Enter what is durable into the manifest, in steps: each submits a commit, for which the next one waits, so that many
+        databases share commits; rows entered by each. What becomes durable meanwhile waits for the next time: busy writers
+        would keep it going for ever, a commit's few rows in each batch."""
         with self._publishing:
             if self._stopped:
-                return 0
-            rows, upto = 0, durable().lsn
+                return
+            upto = durable().lsn
             while self._take(upto):
-                rows += self._publish(self._taken)
+                yield from self._publish(self._taken)
                 self._taken = []
-            self._seal_rows()
-            return rows
+            yield from self._seal_rows()
 
     def _take(self, durable_lsn: int) -> bool:
         """Have about a batch of pieces in hand; whether there is one. What a failed attempt has taken comes first."""
@@ -142,7 +142,7 @@ class Publication:
             taken.append(pieces.popleft())
         return bool(taken)
 
-    def _publish(self, pieces: list[UnpublishedFrames]) -> int:
+    def _publish(self, pieces: list[UnpublishedFrames]) -> Iterator[int]:
         # A segment at a time, not a piece at a time: 20 µs of numpy for piece small commit would be most of the work.
         parts = [self._index(segment, list(run)) for segment, run in groupby(pieces, _segment_of)]
         packed = b"".join([part.tobytes() for part in parts])
@@ -155,13 +155,14 @@ class Publication:
         applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
         ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
         hit("pages.wal.publishing")
-        self._manifest.submit(ops).result()
+        guard = self._manifest.submit(ops)
+        yield len(packed) // ROW.size
+        guard.result()
         hit("pages.wal.published")
         for piece in pieces:
             piece.segment.published += 1
             self.published_bytes += piece.frame_count * piece.segment.file.header.geometry.stride
         self._forget(np.unique(np.concatenate([part["page"] for part in parts])).tolist(), upto)
-        return len(packed) // ROW.size
 
     def _index(self, segment: Segment, pieces: list[UnpublishedFrames]) -> NDArray[np.void]:
         """Write the entries of neighbouring pieces of one segment; their rows."""
@@ -177,7 +178,7 @@ class Publication:
                 raise
         return as_rows(header, entries)
 
-    def _seal_rows(self) -> None:
+    def _seal_rows(self) -> Iterator[int]:
         """Make ended segments Sealed and Indexed, once nothing of them or before them is left to publish."""
         while self.ended and self.ended[0].published == self.ended[0].added:
             segment = self.ended[0]
@@ -204,7 +205,9 @@ class Publication:
                 first_page=segment.first_page,
                 last_page=segment.last_page,
             )
-            self._manifest.submit([sealed, MoveWalState(self._db_id, header.segment_id, WalState.INDEXED)]).result()
+            guard = self._manifest.submit([sealed, MoveWalState(self._db_id, header.segment_id, WalState.INDEXED)])
+            yield 0
+            guard.result()
             hit("pages.wal.sealed")
             emit("info", "wal.indexed", db_id=self._db_id, segment_id=header.segment_id, bytes=used)
             self.ended.popleft()

@@ -28,7 +28,7 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.clock import Clock
@@ -326,6 +326,10 @@ class Wal:
     # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def publish(self) -> int:
         """Enter what is durable into the manifest's page index, and seal the rows of segments that have ended; rows entered."""
+        return sum(self.publishing())
+
+    def publishing(self) -> Iterator[int]:
+        """The same in steps, each of which waits for the commit that the one before has submitted; rows entered by each."""
         self._has_asked = False
         return self._publication.publish(lambda: self.durable)
 
