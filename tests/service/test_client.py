@@ -69,6 +69,8 @@ def test_snapshots_forks_and_views(client: Client, store: Store) -> None:
     assert client.get_snapshot("shop", monday.snapshot_id) == monday
     view = client.view("shop", "monday")
     assert view == store.pages.view("shop", "monday")
+    store.fork("shop", "bare")
+    assert client.views(["shop", "bare"], "monday") == [view, None]
     with view.open(store.pages.sources) as reader:
         assert reader.read_page(0)[:1] == b"a"
     done = client.rollback("shop", to="monday")

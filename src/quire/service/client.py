@@ -300,6 +300,10 @@ class Client:
         request = m.OfView(db, snapshot, upload)
         return self._channel.call("snapshot.view", request, timeout=timeout, attempt_seconds=timeout)
 
+    def views(self, databases: Sequence[int | str], snapshot: int | str) -> list[SnapshotView | None]:
+        """The same of several databases, without uploading; `None` for one that has no such snapshot."""
+        return self._channel.call("snapshot.views", m.OfViews(tuple(databases), snapshot))
+
     def lend(
         self,
         databases: Sequence[int | str],

@@ -28,6 +28,7 @@ from quire.core.errors import (
     StoreUnusable,
     TimedOut,
     UnknownDatabase,
+    UnknownSnapshot,
 )
 from quire.core.json_values import plain
 from quire.core.reader_info import ReaderInfo
@@ -244,6 +245,15 @@ class Handlers:
         if request.upload and not call.grant.is_admin:
             raise AccessDenied("to upload needs the admin token", hint="ask for the view without upload")
         return self._store.pages.view(request.db, request.snapshot, upload=request.upload)
+
+    def do_snapshot_views(self, request: m.OfViews, _: CallContext) -> list[SnapshotView | None]:
+        def view(db: int | str) -> SnapshotView | None:
+            try:
+                return self._store.pages.view(db, request.snapshot)
+            except UnknownSnapshot:
+                return None
+
+        return [view(db) for db in request.databases]
 
     def do_lease_open(self, request: m.Lend, call: CallContext) -> m.LentViews:
         self._check_lending(request.seconds, call, upload=request.upload)

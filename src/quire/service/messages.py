@@ -137,6 +137,13 @@ class OfView(Request, frozen=True):
     upload: bool = False
 
 
+class OfViews(Request, frozen=True):
+    """Views of the snapshots that several databases have under one name."""
+
+    databases: tuple[int | str, ...]
+    snapshot: int | str
+
+
 class Lend(Request, frozen=True):
     """Lend the newest versions of some databases, as a lease of their own (0) or as part of one; to a `holder` that comes back
     for them, by names."""
@@ -435,6 +442,7 @@ ACTIONS: dict[str, Action] = {
         _read("snapshot.list", ListSnapshots, list[SnapshotInfo]),
         _read("snapshot.get", OfSnapshot, SnapshotInfo),
         _read("snapshot.view", OfView, SnapshotView),
+        _read("snapshot.views", OfViews, list[SnapshotView | None]),
         _read("lease.open", Lend, LentViews),
         _read("lease.open_kv", LendKv, LentKv),
         LEASE_RENEW,

@@ -173,8 +173,19 @@ class VersionRequest(DatabaseSelection):
                     raise
                 return None
 
+        upload, root = self._reading(client)
+        options = object_options(client.server)
+        versions: dict[str, LocatedVersion | None] = {}
+        for start in range(0, len(names), LENT_AT_ONCE):
+            some = names[start : start + LENT_AT_ONCE]
+            for name, view in zip(some, client.views(some, snapshot), strict=True):
+                if view is not None and not (upload and without_object(view)):
+                    versions[name] = LocatedVersion(name, view, root, options=options)
+        # Snapshots that are named by their ids, have to be uploaded first, or are not there.
+        others = [name for name in names if name not in versions]
         with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-views") as pool:
-            return list(pool.map(found, names))
+            versions.update(zip(others, pool.map(found, others)))
+        return [versions[name] for name in names]
 
     def _newest(self, client: Client, names: list[str], holder: str = "") -> list[LocatedVersion]:
         upload, _ = self._reading(client)
