@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ SETTINGS = StoreSettings(
     ),
 )
 
+STDERR = 2
 START_MS = 4_102_444_800_000
 """In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
 
@@ -88,9 +88,10 @@ def in_process(run: Callable[[], Ending]) -> Ending:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(reading)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what the engines log about faults is no news
         try:
+            os.close(reading)
+            # What the engines log about faults is no news. By its number: `sys.stderr` may be a test's.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
             try:
                 answer: object = run()
             except BaseException:
