@@ -1,4 +1,4 @@
-"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json.
+"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and of the archive what it costs.
 
 A bar is as long as the ratio is good: value / target where higher is better, target / value otherwise, on a logarithmic axis.
 The line in the middle is the target. `python -m bench NAME --save` writes the JSON of a run.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from html import escape
 from pathlib import Path
@@ -18,6 +19,7 @@ RESULTS = ROOT / "docs" / "results"
 IMAGES = ROOT / "docs" / "images"
 
 LABEL, AXIS, VALUES, ROW, TOP = 430, 300, 150, 26, 48
+MIB = 1 << 20
 OCTAVES = 3.0
 """The axis ends at 8 times better or worse than the target; longer bars are cut there."""
 
@@ -67,12 +69,45 @@ def _row(y: int, middle: float, name: str, ratio: dict[str, Any]) -> list[str]:
     ]
 
 
+COST = re.compile(r"requests_per_hour_([0-9]+)_databases")
+
+
+def draw_cost(result: dict[str, Any]) -> str:
+    """Requests and bytes per hour, by the number of databases that change: one bar each, on axes that begin with zero."""
+    counts = sorted(int(match[1]) for name in result["ratios"] if (match := COST.fullmatch(name)))
+    panels = [
+        (
+            "requests per hour",
+            [result["ratios"][f"requests_per_hour_{count}_databases"]["value"] for count in counts],
+            1,
+        ),
+        ("MiB per hour", [result["figures"][f"bytes_per_hour_{count}_databases"] for count in counts], MIB),
+    ]
+    panel, label, bar = 420, 120, 200
+    width, height = panel * len(panels), TOP + ROW * len(counts) + 12
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        "<title>Requests and bytes per hour of an archive, one commit a second to each of so many databases</title>",
+        f'<style>{STYLE}</style><rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+    ]
+    for number, (what, values, unit) in enumerate(panels):
+        left = number * panel + label
+        parts.append(f'<text class="s" x="{left}" y="{TOP - 16}">{what}</text>')
+        for row, (count, value) in enumerate(zip(counts, values, strict=True)):
+            y, length = TOP + ROW * row, bar * value / max(values)
+            name = "1 database" if count == 1 else f"{count:,} databases"
+            parts.append(f'<text x="{left - 12}" y="{y + 14}" text-anchor="end">{name}</text>')
+            parts.append(f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="{ROW - 10}" fill="#2563eb"/>')
+            shown = f"{value / unit:,.0f}" if unit == 1 else f"{value / unit:.1f}"
+            parts.append(f'<text x="{left + length + 8:.1f}" y="{y + 14}">{shown}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def pictures() -> dict[Path, str]:
     """Every picture as it should be, by path."""
-    return {
-        IMAGES / f"bench-{file.stem}.svg": draw(json.loads(file.read_bytes()))
-        for file in sorted(RESULTS.glob("*.json"))
-    }
+    results = {file.stem: json.loads(file.read_bytes()) for file in sorted(RESULTS.glob("*.json"))}
+    drawn = {IMAGES / f"bench-{name}.svg": draw(result) for name, result in results.items() if name != "archive"}
+    return drawn | {IMAGES / "bench-archive.svg": draw_cost(results["archive"])}
 
 
 def main() -> int:
