@@ -11,6 +11,7 @@ import quire
 from quire.core.errors import InvalidInput
 from quire.manifest.records import JobState
 from quire.spark import read_stores, run_stores
+from quire.spark.sources import registry
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,6 +28,35 @@ def test_rows_of_several_stores_are_one_dataframe_and_jobs_run_for_all(tmp_path:
         assert counts == {one.path: 2, two.path: 3}
         jobs = run_stores([one, two], lambda store: store.heavy.verify(runner="threads"))
         assert [job.state for job in jobs] == [JobState.SUCCEEDED] * 2
+
+
+SOURCES: dict[str, dict[str, str]] = {
+    "quire.sqlite": {"databases": "shop", "table": "t"},
+    "quire.rows": {"database": "shop", "table": "t", "from": "before"},
+    "quire.diff": {"database": "shop", "from": "before"},
+    "quire.pages": {"database": "shop"},
+    "quire.kv": {"database": "settings"},
+    "quire.stream": {"stream": "clicks"},
+    "quire.manifest_log": {"stream": "clicks"},
+    "quire.changes": {},
+    "quire.table": {"table": "db_names"},
+}
+
+
+def test_every_source_reads_several_stores(tmp_path: Path, spark: SparkSession) -> None:
+    """The page on scale promises it; a source that is added is tried here too."""
+    assert set(SOURCES) == {source.NAME for source in registry.SOURCES}
+    with quire.open(tmp_path / "one") as one, quire.open(tmp_path / "two") as two:
+        for store in (one, two):
+            with store.sqlite("shop", create=True) as database:
+                database.execute("CREATE TABLE t(x)")
+                store.snapshot("shop", "before")
+                database.execute("INSERT INTO t VALUES (1)")
+            store.kv("settings", create=True).put(b"key", b"value")
+            store.stream("clicks", create=True).append(b"record").result()
+        for source, options in SOURCES.items():
+            rows = read_stores(spark, [one, two], source, **options).select("_store").distinct().collect()
+            assert {row["_store"] for row in rows} == {one.path, two.path}, source
 
 
 def test_no_store_is_refused(spark: SparkSession) -> None:
