@@ -336,3 +336,20 @@ def test_a_base_that_waits_for_the_bucket_holds_no_transaction_of_the_manifest(
         expected = contents(w.store)
     assert not [thread for thread in readers if "archive" in thread]
     assert read(w.restore()) == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_base_does_not_wait_for_a_file_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(tmp_path) as w:
+        path = w.root / "lsm" / "table.sst"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"table")
+        put = w.archiver._uploader.put_artifact
+
+        def removed(key: str, name: str) -> None:
+            path.unlink()
+            put(key, name)
+
+        monkeypatch.setattr(w.archiver._uploader, "put_artifact", removed)
+        with pytest.raises(FileNotFoundError):
+            w.archiver.artifact(Position(1, 0), str(path), "lsm/table.sst")

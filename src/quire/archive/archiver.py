@@ -553,7 +553,17 @@ class Archiver:
         """The event of a file that never changes, which is uploaded now if it was not (`base_writer.BaseSink`)."""
 
         def upload(key: str, path: str) -> None:
-            self._until_it_answers(lambda: self._uploader.put_artifact(key, path))
+            gone: list[FileNotFoundError] = []
+
+            def attempt() -> None:
+                try:
+                    self._uploader.put_artifact(key, path)
+                except FileNotFoundError as error:
+                    gone.append(error)  # removed while the base was read: the bucket has nothing to do with it
+
+            self._until_it_answers(attempt)
+            if gone:
+                raise gone[0]
 
         return self._artifacts.in_base(path, relative, self._store_id, first, upload)
 
