@@ -255,6 +255,38 @@ def lag(report: Report, directory: Path, quick: bool) -> None:
     report.ratio("puts_per_second", puts / took, 1.2, "lower", f"{puts} puts in {took:.0f} s")
 
 
+def standby(report: Report, directory: Path, quick: bool) -> None:
+    """How far a standby is behind an owner that commits, and how long its promotion takes. Both are in this process."""
+    duration = 5.0 if quick else 30.0
+    with s3() as url:
+        store = opened(directory, "first", url("standby"), "async")
+        interval = store.settings.archive.interval_seconds
+        with quire.Standby(url("standby"), directory / "second") as following:
+            following.poll()
+            done, behind = threading.Event(), list[float]()
+
+            def look() -> None:
+                while not done.wait(0.05):
+                    behind.append(time.time() - following.status.at_ms / 1_000)
+
+            threads = [threading.Thread(target=look), threading.Thread(target=following.run, kwargs={"stop": done})]
+            for thread in threads:
+                thread.start()
+            paced(store, 10, 200, 3.0)  # until it follows
+            behind.clear()
+            paced(store, 10, 200, duration)
+            done.set()
+            for thread in threads:
+                thread.join()
+            store.close()
+            promoted = following.promote()
+    behind.sort()
+    p99 = behind[int(len(behind) * 0.99)]
+    detail = f"p99 {p99:.2f} s, median {statistics.median(behind):.2f} s, with cuts every {interval:g} s"
+    report.ratio("standby_lag_vs_interval", p99 / interval, 2.0, "lower", detail)
+    report.ratio("promotion_seconds", promoted.seconds, 5.0, "lower")
+
+
 def cost(report: Report, directory: Path, quick: bool) -> None:
     """One commit a second to each of so many databases."""
     duration = 5.0 if quick else 60.0
@@ -353,4 +385,4 @@ def replaying(report: Report, directory: Path, quick: bool) -> None:
     report.figure("replayed_rows_per_second", stored / took)
 
 
-PARTS = (commit_rates, sync_writers, lag, cost, restoring, replaying)
+PARTS = (commit_rates, sync_writers, lag, standby, cost, restoring, replaying)
