@@ -241,5 +241,9 @@ def test_stats_chooses_and_sorts(path: Path, run: Run) -> None:
             connection.execute("CREATE TABLE t(x)")
     rows = json.loads(run("stats", "tenant-", "--sort", "size", "-n", "1", "--json").out)
     assert [row["database"] for row in rows] == ["tenant-2"]
-    assert "1 more row" in run("stats", "tenant-", "-n", "1").out
+    assert "1 more row" in run("stats", "tenant-", "--sort", "disk", "-n", "1").out
+    assert "--after tenant-1" in run("stats", "tenant-", "-n", "1").out
+    assert [row["database"] for row in run("stats", "--after", "tenant-1", "--json").data] == ["tenant-2"]
+    assert [row["database"] for row in run("stats", "--kind", "stream", "--json").data] == ["clicks"]
+    assert run("stats", "--after", "tenant-1", "--sort", "size").code == 2
     assert run("stats", "--sort", "colour").code == 2

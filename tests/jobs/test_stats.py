@@ -22,6 +22,7 @@ from quire.jobs.stats.job import Totals, stats_job, usage
 from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, join_shares
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, JobState, Residency
+from quire.store.usage import usage_of
 from tests.jobs.checkpoint_child import Owner, images
 from tests.pages.world import Model, write
 
@@ -145,3 +146,12 @@ def test_the_driver_never_has_more_than_a_wave_and_gets_lines_of_sums(
     assert max(sent) <= max(wave_rows, largest_piece)
     assert (len(sent) > 3) == (wave_rows < 1_000)
     assert max(answers) <= len(whole) * 8 * (2 + len(SUMS)) + 1_000, "a line for each holder, whatever it holds"
+
+
+def test_one_database_alone_has_the_figures_of_the_sum(owner: Owner) -> None:
+    now_ms = owner.manifest.clock.now_ms()
+    with owner.manifest.read() as txn:
+        alone = [row for db_id, record in txn.databases() for row in usage_of(txn, db_id, record, now_ms)]
+        assert alone == usage(txn, now_ms)
+    assert any(row.shared_bytes for row in alone)
+    assert any(row.exclusive_bytes for row in alone)

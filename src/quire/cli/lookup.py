@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 RUNNERS = ("auto", "threads", "spark")
 
+LISTED = 1_000
+"""Databases that are listed unless somebody asks for more: a terminal shows no more of use."""
+
 Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
 Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")]
@@ -62,6 +65,17 @@ Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
+# What chooses a page of a list of databases: the fields of `DatabaseFilter`.
+Prefix = Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")]
+Kind = Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages, stream or lsm.")]
+Tag = Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")]
+Sort = Annotated[
+    str, Option("--sort", metavar="ORDER", help="name; written: newest change first; size: largest first.")
+]
+Limit = Annotated[
+    int, Option("--limit", "-n", help="Maximum number of rows; 0 for all.", show_default="1000, with --json all")
+]
+After = Annotated[str, Option("--after", metavar="NAME", help="Start after this name.")]
 Log = Annotated[
     str,
     Option(
@@ -71,6 +85,17 @@ Log = Annotated[
         show_default="QUIRE_LOG, else warnings",
     ),
 ]
+
+
+def limit_of(limit: int, *, as_json: bool) -> int:
+    """How many databases to list; 0 for all."""
+    return limit if limit >= 0 else 0 if as_json else LISTED
+
+
+def more_text(last: str, sort: str) -> str:
+    """How to see what a list of databases left out; `last` is the last name in it."""
+    more = f"`--after {shlex.quote(last)}` continues, " if sort == "name" else ""
+    return f"there are more: {more}`--limit 0` lists all"
 
 
 def number_of(text: str) -> int:

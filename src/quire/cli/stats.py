@@ -7,34 +7,45 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
+from msgspec.structs import replace
+
 from quire.cli.command import Cli, CliResult
-from quire.cli.declarations import Argument, Option, command
+from quire.cli.declarations import Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import bar
-from quire.cli.lookup import DryRun, Runner, need_runner
+from quire.cli.lookup import After, DryRun, Kind, Limit, Prefix, Runner, Tag, limit_of, more_text, need_runner
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
-from quire.durable.space import measure
+from quire.durable.space import measure, measure_databases
 from quire.jobs.stats.job import Usage, blocks, usage, with_disk
+from quire.manifest import tables as t
 from quire.manifest.metrics import ManifestCollector, rolling
+from quire.service.values import DatabaseFilter
+from quire.store.listing import matching, page_of
+from quire.store.usage import usage_of
 
 if TYPE_CHECKING:
     from quire.durable.space import Space
     from quire.manifest.metrics import RollingMetric
+    from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
 
 @command("stats", example="quire stats --snapshots")
 def stats(
     cli: Cli,
-    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")] = "",
+    prefix: Prefix = "",
+    kind: Kind = "",
+    tag: Tag = "",
     snapshots: Annotated[bool, Option("--snapshots", help="Also list each snapshot.")] = False,
     sort: Annotated[
-        str, Option("--sort", metavar="ORDER", help="name; or the largest first: size, alone, wal, disk.")
-    ] = "",
-    limit: Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")] = 0,
+        str,
+        Option("--sort", metavar="ORDER", help="name, written; or the largest first: size, alone, wal, disk."),
+    ] = "name",
+    limit: Limit = -1,
+    after: After = "",
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Listing | Report:
@@ -47,41 +58,76 @@ def stats(
     if dry_run:
         with cli.reader() as manifest:
             return _outlook(manifest)
+    if sort not in (*SORTS, "name", "written"):
+        raise InvalidInput("unknown sort order", hint=f"name, written, {', '.join(SORTS)}", sort=sort)
+    if after and sort != "name":
+        raise InvalidInput("only a list by name continues after a name", hint="use --sort name", sort=sort)
+    most = limit_of(limit, as_json=cli.as_json)
+    wanted = DatabaseFilter(
+        prefix=prefix, kind=kind, tag=tag, sort="name" if sort in SORTS else sort, limit=most, after=after
+    )
+    path = os.path.abspath(cli.path)
     if runner:
         with cli.owner() as store, bar("stats") as report:
             usages = store.heavy.stats(runner=runner, progress=report)
             with store.manifest.read() as txn:
-                damaged = txn.damaged_databases()
+                shown, closing = _of_all(txn, usages, measure(path), wanted, sort=sort, snapshots=snapshots)
     else:
         with cli.reader() as manifest, manifest.read() as txn:
-            usages, damaged = usage(txn, manifest.clock.now_ms()), txn.damaged_databases()
-    space = measure(os.path.abspath(cli.path))
-    usages = with_disk(usages, space)
-    shown = [row for row in usages if (snapshots or not row.snapshot) and row.database.startswith(prefix)]
-    if sort:
-        shown = _in_order(shown, sort)
-    left_out = len(shown) - limit if limit else 0
-    shown = shown[:limit] if limit else shown
+            if sort in SORTS or not most or txn.count(t.DB) <= most:
+                usages = usage(txn, manifest.clock.now_ms())
+                shown, closing = _of_all(txn, usages, measure(path), wanted, sort=sort, snapshots=snapshots)
+            else:
+                shown, closing = _of_page(txn, manifest.clock.now_ms(), path, wanted, snapshots=snapshots)
     return Listing(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
         rows=[
             ListingRow(_cells(usage_row), {**plain(usage_row), "compression": round(usage_row.compression, 3)})
             for usage_row in shown
         ],
-        empty="no databases",
-        closing=(f"{count_of(left_out, 'more row')}\n" if left_out > 0 else "") + _on_disk(usages, damaged, space),
+        empty="no database matches" if prefix or kind or tag or after else "no databases",
+        closing=closing,
     )
 
 
 SORTS = {"size": "size_bytes", "alone": "exclusive_bytes", "wal": "wal_bytes", "disk": "disk_bytes"}
+"""Orders that every database is added up for."""
 
 
-def _in_order(usages: list[Usage], sort: str) -> list[Usage]:
-    if sort == "name":
-        return sorted(usages, key=lambda row: (row.database, row.snapshot))
-    if sort not in SORTS:
-        raise InvalidInput("unknown sort order", hint=f"name, {', '.join(SORTS)}", sort=sort)
-    return sorted(usages, key=lambda row: getattr(row, SORTS[sort]), reverse=True)
+def _of_page(
+    txn: ReadTxn, now_ms: int, path: str, wanted: DatabaseFilter, *, snapshots: bool
+) -> tuple[list[Usage], str]:
+    """(rows, closing line) of a page of databases; nothing of the others is read."""
+    page, last = page_of(txn, wanted)
+    given = measure_databases(path, (db_id for db_id, _ in page))
+    shown = []
+    for db_id, record in page:
+        rows = usage_of(txn, db_id, record, now_ms)
+        shown.append(replace(next(rows), disk_bytes=given[db_id]))
+        if snapshots:
+            shown += rows
+    total = "`quire info` shows what the store takes on disk"
+    return shown, f"{more_text(last, wanted.sort)}\n{total}" if last else total
+
+
+def _of_all(
+    txn: ReadTxn, usages: list[Usage], space: Space, wanted: DatabaseFilter, *, sort: str, snapshots: bool
+) -> tuple[list[Usage], str]:
+    """(rows, closing lines), where every database was added up."""
+    usages = with_disk(usages, space)
+    closing = _on_disk(usages, txn.damaged_databases(), space)
+    shown = [row for row in usages if snapshots or not row.snapshot]
+    if wanted.sort != "name" or wanted.kind or wanted.tag or wanted.prefix or wanted.after:
+        places = {db_id: place for place, (db_id, _) in enumerate(matching(txn, replace(wanted, limit=0)))}
+        shown = sorted((row for row in shown if row.db_id in places), key=lambda row: places[row.db_id])
+    elif sort == "name":
+        shown.sort(key=lambda row: row.database)  # the snapshots of each stay in their order
+    if sort in SORTS:
+        shown.sort(key=lambda row: getattr(row, SORTS[sort]), reverse=True)
+    left_out = len(shown) - wanted.limit if wanted.limit else 0
+    if left_out > 0:
+        shown, closing = shown[: wanted.limit], f"{count_of(left_out, 'more row')}\n{closing}"
+    return shown, closing
 
 
 def _outlook(manifest: ManifestStore) -> Report:

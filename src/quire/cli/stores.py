@@ -11,7 +11,22 @@ import quire
 from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import article, behind_text, count_of, moment, size, tags_text
-from quire.cli.lookup import AllowHttp, Database, Endpoint, Region, Yes, tags_of
+from quire.cli.lookup import (
+    After,
+    AllowHttp,
+    Database,
+    Endpoint,
+    Kind,
+    Limit,
+    Prefix,
+    Region,
+    Sort,
+    Tag,
+    Yes,
+    limit_of,
+    more_text,
+    tags_of,
+)
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
@@ -28,9 +43,6 @@ if TYPE_CHECKING:
     from quire.service.client import Client
     from quire.service.values import DatabaseInfo, DroppedDatabase, MirrorStatus, StoreInfo
     from quire.store.store import Store
-
-LISTED = 1_000
-"""Databases that are listed unless somebody asks for more: a terminal shows no more of use."""
 
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 
@@ -82,22 +94,18 @@ def init(
 @command("ls", example="quire ls tenant- --tag plan=free")
 def ls(
     cli: Cli,
-    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")] = "",
-    kind: Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages, stream or lsm.")] = "",
-    tag: Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")] = "",
-    sort: Annotated[
-        str, Option("--sort", metavar="ORDER", help="name; written: newest change first; size: largest first.")
-    ] = "name",
-    limit: Annotated[
-        int, Option("--limit", "-n", help="Maximum number of rows; 0 for all.", show_default="1000, with --json all")
-    ] = -1,
-    after: Annotated[str, Option("--after", metavar="NAME", help="Start after this name.")] = "",
+    prefix: Prefix = "",
+    kind: Kind = "",
+    tag: Tag = "",
+    sort: Sort = "name",
+    limit: Limit = -1,
+    after: After = "",
     dropped: Annotated[
         bool, Option("--dropped", help="List dropped databases that `quire undrop` can restore.")
     ] = False,
 ) -> Listing:
     """List the databases of a store, by name."""
-    most = limit if limit >= 0 else 0 if cli.as_json else LISTED
+    most = limit_of(limit, as_json=cli.as_json)
     with StoreReader(cli.path) as store:
         if dropped:
             return _dropped(store.dropped())
@@ -116,13 +124,8 @@ def ls(
         empty="no databases: create one with `quire create NAME --kind pages`"
         if not (prefix or kind or tag or after)
         else "no database matches",
-        closing=_more(databases[-1].name, sort) if is_cut else "",
+        closing=more_text(databases[-1].name, sort) if is_cut else "",
     )
-
-
-def _more(last: str, sort: str) -> str:
-    more = f"`--after {shlex.quote(last)}` continues, " if sort == "name" else ""
-    return f"there are more: {more}`--limit 0` lists all"
 
 
 def _dropped(databases: list[DroppedDatabase]) -> Listing:

@@ -1,8 +1,11 @@
 """The command `tree`: databases, their snapshots and the forks made from them.
 
 A fork stands below the snapshot it was made from, or below its parent if that snapshot was dropped or there was none. Text
-shows the newest `SNAPSHOTS_SHOWN` snapshots of a database and those with forks, and a dropped database only if it has forks;
-`--all` shows every snapshot, and JSON has everything on record.
+shows the newest `SNAPSHOTS_SHOWN` snapshots of a database and those with forks, the first `FORKS_SHOWN` forks of one version,
+and a dropped database only if it has forks; `--all` shows every snapshot and fork, and JSON has everything on record.
+
+Of a store with more databases than are listed, a page is read as `quire ls` reads it, with what the databases in it were forked
+from.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.command import Cli
 from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of, moment, size
+from quire.cli.lookup import LISTED, After, Kind, Limit, Prefix, Sort, Tag, limit_of, more_text
 from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
-from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
+from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.json_values import plain
+from quire.manifest.snapshots import forest, snapshots_of, with_ancestors
+from quire.service.values import DatabaseFilter
 from quire.store.exclusive_artifacts import ExclusiveShare, live_share, snapshots_share
+from quire.store.listing import is_whole, page_of
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 SNAPSHOTS_SHOWN = 5
+FORKS_SHOWN = 20
 DEPTH_MAX = 150
 """Deeper nesting is more than most JSON libraries read, ours included."""
 
@@ -35,6 +43,7 @@ DEPTH_MAX = 150
 class TreeData:
     """What the manifest says, read before anything is drawn."""
 
+    lineage: list[LineageNode]
     records: dict[int, DbRecord]
     snapshots: dict[int, list[SnapshotInfo]]
     names: dict[int, dict[int, str]]
@@ -47,40 +56,58 @@ class TreeData:
 @command("tree", example="quire tree --sizes")
 def tree(
     cli: Cli,
-    everything: Annotated[bool, Option("--all", help="Show all snapshots.")] = False,
+    prefix: Prefix = "",
+    kind: Kind = "",
+    tag: Tag = "",
+    sort: Sort = "name",
+    limit: Limit = -1,
+    after: After = "",
+    everything: Annotated[bool, Option("--all", help="Show all snapshots and forks of what is listed.")] = False,
     sizes: Annotated[
         bool, Option("--sizes", help="Show how much each database and snapshot holds exclusively.")
     ] = False,
 ) -> Tree:
-    """Show database lineage: databases, snapshots and forks."""
-    with cli.reader() as manifest:
-        lineage = manifest.snapshots.lineage()
-        known = _known(manifest, lineage, everything=everything, sizes=sizes)
+    """Show database lineage: databases, snapshots and forks.
+
+    The databases are chosen as by `quire ls`; what they were forked from stands above them, whether it was chosen or not.
+    """
+    most = limit_of(limit, as_json=cli.as_json)
+    wanted = DatabaseFilter(prefix=prefix, kind=kind, tag=tag, sort=sort, limit=most, after=after)
+    with cli.reader() as manifest, manifest.read() as txn:
+        known, last = _known(txn, wanted, everything=everything, sizes=sizes)
     if cli.as_json:
-        return Tree(roots=(), data=_nested(lineage, known))
+        return Tree(roots=(), data=_nested(known))
+    is_chosen = prefix or kind or tag or after
     return Tree(
-        roots=_roots(lineage, known),
+        roots=_roots(known),
         data=None,
-        empty="no databases: create one with `quire create NAME --kind pages`",
+        empty="no database matches" if is_chosen else "no databases: create one with `quire create NAME --kind pages`",
+        closing=more_text(last, sort) if last else "",
     )
 
 
 def nodes_of(manifest: ManifestStore) -> list[Node]:
     """The lineage of a store, for people."""
-    lineage = manifest.snapshots.lineage()
-    return _roots(lineage, _known(manifest, lineage, everything=False, sizes=False))
-
-
-def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: bool, sizes: bool) -> TreeData:
-    snapshots: dict[int, list[SnapshotInfo]] = {}
-    for database in _in_order(lineage):
-        with suppress(UnknownDatabase, ManifestDamaged):  # dropped, perhaps a moment ago, or its row is damaged
-            snapshots[database.db_id] = manifest.snapshots.of(database.db_id)
-    names = {db_id: {row.snapshot_id: row.name for row in rows} for db_id, rows in snapshots.items()}
     with manifest.read() as txn:
-        records = dict(txn.databases())
-        shares = _shares(txn, snapshots) if sizes else {}
-    return TreeData(records, snapshots, names, shares, everything)
+        known, _ = _known(txn, DatabaseFilter(limit=LISTED), everything=False, sizes=False)
+    return _roots(known)
+
+
+def _known(txn: ReadTxn, wanted: DatabaseFilter, *, everything: bool, sizes: bool) -> tuple[TreeData, str]:
+    """What to draw, and the last name of the page if there are more."""
+    last = ""
+    if is_whole(txn, wanted):
+        records, damaged = dict(txn.databases()), txn.damaged_databases()
+    else:
+        page, last = page_of(txn, wanted)
+        records, damaged = with_ancestors(txn, page)
+    snapshots: dict[int, list[SnapshotInfo]] = {}
+    for db_id in records:
+        with suppress(ManifestDamaged):  # its row is damaged
+            snapshots[db_id] = snapshots_of(txn, db_id)
+    names = {db_id: {row.snapshot_id: row.name for row in rows} for db_id, rows in snapshots.items()}
+    shares = _shares(txn, snapshots) if sizes else {}
+    return TreeData(forest(records, damaged), records, snapshots, names, shares, everything), last
 
 
 def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tuple[int, int], ExclusiveShare]:
@@ -105,15 +132,25 @@ def _node(database: LineageNode, known: TreeData, nodes: dict[int, Node]) -> Nod
         Node(
             _snapshot_name(snapshot),
             _snapshot_text(snapshot, known),
-            [nodes[fork.db_id] for fork in forks_at.get(snapshot.snapshot_id, ())],
+            _forks(forks_at.get(snapshot.snapshot_id, []), known, nodes),
         )
         for snapshot in shown
     ]
     if len(shown) < len(snapshots):
         left = count_of(len(snapshots) - len(shown), "older snapshot")
         below.insert(0, Node(f"… {left}", "use `--all` to show", faded=True))
-    below += [nodes[fork.db_id] for fork in forks_at.get(0, ())]
+    below += _forks(forks_at.get(0, []), known, nodes)
     return Node(database.name or f"#{database.db_id}", _text(database, known), below, faded=_is_dropped(database))
+
+
+def _forks(forks: list[LineageNode], known: TreeData, nodes: dict[int, Node]) -> list[Node]:
+    """The forks of one version: the first of them, and how many more."""
+    shown = forks if known.everything else forks[:FORKS_SHOWN]
+    below = [nodes[fork.db_id] for fork in shown]
+    if len(shown) < len(forks):
+        left = count_of(len(forks) - len(shown), "more fork")
+        below.append(Node(f"… and {left}", "use `--all` to show", faded=True))
+    return below
 
 
 def _text(database: LineageNode, known: TreeData) -> str:
@@ -152,14 +189,14 @@ def _exclusive(known: TreeData, db_id: int, snapshot_id: int) -> list[str]:
     return [] if share is None else [f"{size(share.size_bytes)} exclusive"]
 
 
-def _roots(lineage: list[LineageNode], known: TreeData) -> list[Node]:
+def _roots(known: TreeData) -> list[Node]:
     """The trees, for people."""
     nodes: dict[int, Node] = {}
-    for database in reversed(_in_order(lineage)):
+    for database in reversed(_in_order(known.lineage)):
         node = _node(database, known, nodes)
         if node.below or not _is_dropped(database):
             nodes[database.db_id] = node
-    return [nodes[root.db_id] for root in lineage if root.db_id in nodes]
+    return [nodes[root.db_id] for root in known.lineage if root.db_id in nodes]
 
 
 def _in_order(lineage: list[LineageNode]) -> list[LineageNode]:
@@ -175,10 +212,10 @@ def _is_dropped(database: LineageNode) -> bool:
 
 
 # ── for programs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _nested(lineage: list[LineageNode], known: TreeData) -> list[dict[str, Any]]:
+def _nested(known: TreeData) -> list[dict[str, Any]]:
     """The trees as JSON objects."""
     depth: dict[int, int] = {}
-    nodes = _in_order(lineage)
+    nodes = _in_order(known.lineage)
     for node in nodes:
         depth[node.db_id] = depth.get(node.parent_db_id, 0) + 1
     if max(depth.values(), default=0) > DEPTH_MAX:
@@ -187,7 +224,7 @@ def _nested(lineage: list[LineageNode], known: TreeData) -> list[dict[str, Any]]
     objects: dict[int, dict[str, Any]] = {}
     for node in reversed(nodes):
         objects[node.db_id] = _object(node, known, [objects[fork.db_id] for fork in node.forks])
-    return [objects[root.db_id] for root in lineage]
+    return [objects[root.db_id] for root in known.lineage]
 
 
 def _object(node: LineageNode, known: TreeData, forks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK_BYTES = 512
 """The unit of `st_blocks`, whatever the file system's own is (POSIX leaves it open, Linux does not)."""
+
+STORE_ID_CHARS = 32
+"""At least so many, by which the directory of a store's epochs is told from one of a database."""
 
 
 def given_bytes(path: str) -> int:
@@ -75,9 +78,27 @@ def measure(root: str) -> Space:
 
 def measure_database(root: str, db_id: int) -> int:
     """What one database takes: its directories and its objects, as far as they are in the store's directory."""
-    places = [f"pages/{db_id:08x}", f"lsm/{db_id:08x}", f"streams/{db_id}", "objects"]
-    listings = (given_below(os.path.join(root, place)) for place in places)
-    return sum(size for part in listings for path, size in part if owner_of(os.path.relpath(path, root)) == db_id)
+    return measure_databases(root, [db_id])[db_id]
+
+
+def measure_databases(root: str, db_ids: Iterable[int]) -> dict[int, int]:
+    """The same of some databases; nothing of the others is looked at."""
+    prefixes = ["objects"]
+    with suppress(FileNotFoundError), os.scandir(os.path.join(root, "objects")) as stores:
+        for store in stores:
+            if len(store.name) >= STORE_ID_CHARS:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    epochs = os.listdir(os.path.join(store.path, "e"))
+                    prefixes += [f"objects/{store.name}/e/{epoch}" for epoch in epochs]
+    given: dict[int, int] = {}
+    for db_id in db_ids:
+        places = [f"pages/{db_id:08x}", f"lsm/{db_id:08x}", f"streams/{db_id}"]
+        places += [f"{prefix}/{part}" for prefix in prefixes for part in (f"{db_id:08x}", f"manifest/{db_id}")]
+        listings = (given_below(os.path.join(root, place)) for place in places)
+        given[db_id] = sum(
+            size for part in listings for path, size in part if owner_of(os.path.relpath(path, root)) == db_id
+        )
+    return given
 
 
 _OF_DATABASE = re.compile(r"(?:pages|lsm)/([0-9a-f]{8})(?:/.*)?")

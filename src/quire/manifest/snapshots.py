@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.barrier import changes
-from quire.core.errors import ArtifactGone, InvalidInput, StalePlan, UnknownArtifact, UnknownSnapshot
+from quire.core.errors import ArtifactGone, InvalidInput, ManifestDamaged, StalePlan, UnknownArtifact, UnknownSnapshot
 from quire.core.ids import ArtifactKey, Epoch
 from quire.core.limits import CHUNK_BYTES
 from quire.core.time_parsing import parse_version
@@ -283,7 +283,7 @@ class Snapshots:
         """The snapshots of a database, oldest first."""
         with self._manifest.read() as txn:
             db_id, _ = txn.require_database(db)
-            return [_info(db_id, key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)]
+            return snapshots_of(txn, db_id)
 
     def get(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """A snapshot by id or by name."""
@@ -323,7 +323,7 @@ class Snapshots:
     def lineage(self) -> list[LineageNode]:
         """Every database as a tree of forks; roots first, oldest first."""
         with self._manifest.read() as txn:
-            return _trees(dict(txn.databases()), txn.damaged_databases())
+            return forest(dict(txn.databases()), txn.damaged_databases())
 
     def _db(self, db: int | str) -> int:
         if isinstance(db, int):
@@ -332,7 +332,31 @@ class Snapshots:
             return txn.database_id(db)
 
 
-def _trees(records: Mapping[int, DbRecord], damaged: Mapping[int, str]) -> list[LineageNode]:
+def with_ancestors(
+    txn: ReadTxn, databases: Iterable[tuple[int, DbRecord]]
+) -> tuple[dict[int, DbRecord], dict[int, str]]:
+    """These databases and what they were forked from, by id; and the names of those among them whose rows are damaged.
+
+    Reads a row for each: what it costs follows what is asked for, and how deep forks are nested, not the size of the store.
+    """
+    records, damaged = dict(databases), dict[int, str]()
+    todo = [record.parent_db_id for record in records.values()]
+    for db_id in todo:  # grows while it is walked
+        if not db_id or db_id in records or db_id in damaged:
+            continue
+        try:
+            record = txn.database(db_id)
+        except ManifestDamaged as error:
+            txn.report_damage(db_id, error)
+            damaged[db_id] = txn.indexed_name(db_id)
+            continue
+        if record is not None:
+            records[db_id] = record
+            todo.append(record.parent_db_id)
+    return dict(sorted(records.items())), damaged
+
+
+def forest(records: Mapping[int, DbRecord], damaged: Mapping[int, str]) -> list[LineageNode]:
     """Roots first, oldest first; a parent of which no record is left is a root after the others. No recursion: forks of
     forks may be many deep."""
     children: dict[int, list[int]] = {}
@@ -382,6 +406,11 @@ def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
     # Without pins the newest segment is one that chunks hold: a fork's numbering goes on behind it all the same (P12).
     segment_id = max((pin.segment_id for pin in pins), default=wal.last_sealed_segment)
     return Anchor(lsn, segment_id, size_pages or wal.size_pages, pins)
+
+
+def snapshots_of(txn: ReadTxn, db_id: int) -> list[SnapshotInfo]:
+    """The snapshots of a database, oldest first."""
+    return [_info(db_id, key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)]
 
 
 def _info(db_id: int, snapshot_id: int, record: SnapshotRecord) -> SnapshotInfo:

@@ -38,16 +38,16 @@ def snapshots_share(txn: ReadTxn, db_id: int, snapshot_ids: Iterable[int]) -> Ex
     for snapshot_id in snapshot_ids:
         record = txn.snapshot(db_id, snapshot_id)
         if record is not None:
-            leaves.update(_leaf(origin, leaf, generation) for leaf, origin, generation in record.leaves)
-            segments.update(_segment(pin.origin_db_id, pin.segment_id) for pin in record.pins)
+            leaves.update(leaf_key(origin, leaf, generation) for leaf, origin, generation in record.leaves)
+            segments.update(segment_key(pin.origin_db_id, pin.segment_id) for pin in record.pins)
     return _share(txn, leaves, segments)
 
 
 def live_share(txn: ReadTxn, db_id: int) -> ExclusiveShare:
     """What only a database as it is now holds, its snapshots left aside."""
-    live = (_leaf(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
+    live = (leaf_key(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
     wal = (
-        _segment(row.origin_db_id, key[1])
+        segment_key(row.origin_db_id, key[1])
         for key, row in txn.scan(t.WAL_CATALOG, db_id)
         if row.state is not WalState.TRUNCATED
     )
@@ -62,14 +62,18 @@ def own_bytes(txn: ReadTxn, db_id: int) -> int:
     return size + sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
 
 
-def _share(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> ExclusiveShare:
+def exclusive(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> list[ArtifactKey]:
     """What goes if these references do: a leaf that goes lets go of every artifact its chains name (M7)."""
     named: Tally[ArtifactKey] = Tally()
     for leaf in _gone(txn, leaves):
         row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)
         if row is not None:
             named.update(artifacts(unpack_leaf(row.entries), leaf.id))
-    gone = [*_gone(txn, named), *_gone(txn, segments)]
+    return [*_gone(txn, named), *_gone(txn, segments)]
+
+
+def _share(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> ExclusiveShare:
+    gone = exclusive(txn, leaves, segments)
     kinds = Tally(key.kind for key in gone)
     return ExclusiveShare(
         chunks=kinds[ArtifactKind.BASE],
@@ -84,9 +88,11 @@ def _gone(txn: ReadTxn, references: Tally[ArtifactKey]) -> list[ArtifactKey]:
     return [key for key, count, row in counts if row is not None and row.in_use <= count]
 
 
-def _leaf(origin_db_id: int, number: int, generation: int) -> ArtifactKey:
+def leaf_key(origin_db_id: int, number: int, generation: int) -> ArtifactKey:
+    """What a reference to a leaf refers to."""
     return ArtifactKey(origin_db_id, ArtifactKind.LEAF, number, generation)
 
 
-def _segment(origin_db_id: int, segment_id: int) -> ArtifactKey:
+def segment_key(origin_db_id: int, segment_id: int) -> ArtifactKey:
+    """What a reference to a WAL segment refers to."""
     return ArtifactKey(origin_db_id, ArtifactKind.WAL, segment_id, 0)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from heapq import nlargest
 from itertools import islice
 
+from msgspec.structs import replace
+
 from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
@@ -38,6 +40,20 @@ def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
         "size": _by_size,
     }
     return islice(order[wanted.sort](txn, wanted), wanted.limit or None)
+
+
+def page_of(txn: ReadTxn, wanted: DatabaseFilter) -> tuple[list[Match], str]:
+    """The databases that are asked for, and the name of the last one if there are more than `limit`."""
+    limit = wanted.limit
+    found = list(matching(txn, replace(wanted, limit=limit + 1 if limit else 0)))
+    is_cut = bool(limit) and len(found) > limit
+    return (found[:limit], found[limit - 1][1].name) if is_cut else (found, "")
+
+
+def is_whole(txn: ReadTxn, wanted: DatabaseFilter) -> bool:
+    """Whether a list has every database of the store, so that nothing is gained by reading page by page."""
+    is_chosen = wanted.prefix or wanted.kind or wanted.tag or wanted.after or wanted.sort != "name"
+    return not is_chosen and (not wanted.limit or txn.count(t.DB) <= wanted.limit)
 
 
 def _by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:

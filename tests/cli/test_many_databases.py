@@ -1,0 +1,97 @@
+"""tree and stats of a store with many databases: a page is read, whatever the size of the store (docs/scale.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cli.output import width_of
+from quire.cli.tree import FORKS_SHOWN
+from tests.cli.conftest import Run, on_a_terminal
+from tests.manifest.rows_read import RowsRead
+
+FEW, MANY = 1_500, 4_500
+
+
+@pytest.fixture
+def forest(shop: Path) -> Path:
+    """A store with many forks of shop, two of them forked again."""
+    with quire.open(shop) as store:
+        store.fork_many("shop", [f"tenant-{number:05}" for number in range(FEW)], tags={"plan": "free"})
+        store.fork("tenant-00000", "zebra")
+        store.fork("zebra", "zebra-2")
+    return shop
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tree", "-n", "50"),
+        ("tree", "--after", "tenant-00100", "-n", "50", "--sizes", "--json"),
+        ("tree", "zebra"),
+        ("stats", "-n", "50"),
+        ("stats", "--sort", "written", "-n", "5"),
+        ("stats", "tenant-0000", "--snapshots", "-n", "20", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_a_page_costs_what_it_shows(
+    run: Run, forest: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    rows, read = RowsRead(monkeypatch), []
+    for until in (FEW, MANY):
+        with quire.open(forest) as store:
+            store.fork_many("shop", [f"tenant-{number:05}" for number in range(FEW, until)])
+            store.snapshot("zebra")  # the newest change
+        rows.take()
+        assert run(*command).code == 0
+        read.append(rows.take())
+    assert read[1] <= read[0] + 20, "a snapshot more"
+    assert read[0] < FEW
+
+
+def test_a_tree_of_many_forks_is_cut_short_and_continues(run: Run, forest: Path) -> None:
+    lines = run("tree").out.splitlines()
+    assert sum("tenant-" in line for line in lines) == FORKS_SHOWN + 1, "and the last line"
+    # A page of 1,000: clicks, shop and 998 of its forks.
+    assert any(line.startswith(f"└── … and {998 - FORKS_SHOWN} more forks") for line in lines)
+    assert lines[-1] == "there are more: `--after tenant-00997` continues, `--limit 0` lists all"
+    assert sum("tenant-" in line for line in run("tree", "--all").out.splitlines()) == 998 + 1
+    assert sum("tenant-" in line for line in run("tree", "--all", "--limit", "0").out.splitlines()) == FEW
+
+    rest = run("tree", "--after", "tenant-01498").out.splitlines()
+    drawn = (line.lstrip("│├└─ ").split("  ")[0] for line in rest)
+    assert [name for name in drawn if not name.startswith("@")] == [
+        "shop", "tenant-00000", "zebra", "zebra-2", "tenant-01499",
+    ], "with what they were forked from"  # fmt: skip
+    assert "no database matches" in run("tree", "nobody").out
+    (root,) = run("tree", "zebra-2", "--json").data
+    names = []
+    while root:
+        names.append(root["name"])
+        root = next(iter(root["forks"]), None)
+    assert names == ["shop", "tenant-00000", "zebra", "zebra-2"]
+    assert run("tree", "--tag", "plan=free", "--kind", "stream").out.startswith("no database matches")
+
+
+def test_pages_of_stats_say_what_all_of_it_says(run: Run, forest: Path) -> None:
+    whole = {(row["database"], row["snapshot"]): row for row in run("stats", "--snapshots", "--json").data}
+    assert len(whole) == FEW + 5, "databases, and a snapshot"
+    paged: dict[tuple[str, str], object] = {}
+    after = ""
+    while page := run("stats", "--snapshots", "--json", "-n", "600", "--after", after).data:
+        paged |= {(row["database"], row["snapshot"]): row for row in page}
+        after = page[-1]["database"]
+    assert paged == whole
+    assert list(paged) == list(whole), "by name"
+    text = run("stats", "-n", "2").out
+    assert "`--after shop` continues" in text
+    assert "on disk:" not in text, "that would be read from every directory"
+
+
+def test_both_fit_a_terminal(forest: Path) -> None:
+    for command in ("tree", "stats"):
+        lines = on_a_terminal(command, "-n", "30", "--store", str(forest))
+        assert max(map(width_of, lines)) <= 80
