@@ -51,7 +51,8 @@ from quire.service.frame_carrier import FrameCarrier
 from quire.service.frames import CLIENT_BYTES
 from quire.service.http_carrier import SCHEMES as HTTP_SCHEMES
 from quire.service.http_carrier import HttpCarrier
-from quire.service.tickets import Action, Request, TableTicket
+from quire.service.request import Request
+from quire.service.tickets import Action, TableTicket
 from quire.service.tokens import read_token
 from quire.service.wire import (
     CLIENT_HEADER,

@@ -27,6 +27,7 @@ from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
 from quire.service.data_actions import DATA_ACTIONS
+from quire.service.request import Request as Request
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
@@ -38,7 +39,6 @@ from quire.service.tickets import Action as Action
 from quire.service.tickets import DatabaseRequest as DatabaseRequest
 from quire.service.tickets import OfLease as OfLease
 from quire.service.tickets import PutPart as PutPart
-from quire.service.tickets import Request as Request
 from quire.service.tickets import Role as Role
 from quire.service.tickets import Scope as Scope
 from quire.service.tickets import Shelf as Shelf

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import msgspec
-
+from quire.service.request import Request
 from quire.stream.remote_read import SharedStream
 
 
@@ -30,10 +29,6 @@ class Scope(Enum):
     """The one that the request, a `DatabaseRequest`, names: to read it, or to write it if the action is not for readers."""
     HELD = "held"
     """What the caller has opened itself, with the rights that it had then; or nothing at all."""
-
-
-class Request(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all requests."""
 
 
 class DatabaseRequest(Request, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 from quire.archive.status import ArchiveStatus
 from quire.core.reader_info import ReaderInfo
 from quire.manifest.records import DbKind, DbStatus
-from quire.service.tickets import Request
+from quire.service.request import Request
 
 
 class NamespacePlace(msgspec.Struct, frozen=True, array_like=True):
