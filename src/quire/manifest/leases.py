@@ -5,8 +5,9 @@ Terms
            `snapshot_readers` with the tag `quire.view`: the length of the lease in ms, and the number of a copy
   copy     what a version of a key-value set is on disk: a directory of links (`lsm/snapshots.py`)
   horizon  the moment in the rows; a renewal moves it only when the lease itself would reach beyond it
-  holder   who comes back for versions, by a name of its own: a consumer of row changes. Its rows also have the version as a
-           value and a label, the name of the database; its leases are renewed and end together, so that none is missing alone
+  label    the name of the database, in rows that also have the version as a value: of leases whose readers ask for it later
+  holder   who comes back for versions, by a name of its own: a consumer of row changes. Its leases are renewed and end
+           together, so that none is missing alone
 
 Rows are local: a lease is no snapshot, no reference and no change, so lists, counts, retention and the feed do not know it.
 It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
@@ -26,6 +27,7 @@ Threads: any. Raises `LeaseExpired`, `InvalidInput`.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -60,7 +62,7 @@ class LentVersion:
     copy: int = 0
     """The number of the directory that holds a key-value set's version."""
     label: str = ""
-    """What its holder calls it."""
+    """What whoever asks for it later calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,15 @@ class _Lease:
     """Databases that made what its versions need, by the version's database …"""
     unknown: set[int] = field(default_factory=set)
     """… but for those of these databases, which have not been looked up yet."""
+    by_label: list[tuple[str, int]] | None = None
+    """(label, database) in order, once somebody has asked."""
 
     @property
     def holder(self) -> str:
         return self.tags.get(HOLDER_TAG, "")
 
     def add(self, part: LentVersion, opened_ms: int) -> None:
-        self.lent[part.db_id] = part
+        self.lent[part.db_id], self.by_label = part, None
         self.opened_ms = min(self.opened_ms or opened_ms, opened_ms)
         if not part.copy and (part.lsn or not part.label):  # a mark of a holder's stands for nothing
             self.unknown.add(part.db_id)
@@ -178,12 +182,23 @@ class VersionLeases:
                 lease.unknown.discard(db_id)
 
     def keep_views(self, lease_id: int, views: dict[int, bytes]) -> None:
-        """Keep versions as values with a holder's lease, by database. Durable on return."""
+        """Keep versions as values with a lease, by database. Durable on return."""
         with self._lock:
             lease = self._leases.get(lease_id)
-            rows = [] if lease is None else self._rows(lease_id, lease, list(lease.lent.values()), lease.horizon_ms)
-        rows = [replace(row, view=views[row.db_id]) for row in rows if row.db_id in views]
-        self._manifest.submit(rows).result()
+            parts = [] if lease is None else [lease.lent[db_id] for db_id in views if db_id in lease.lent]
+            rows = [] if lease is None else self._rows(lease_id, lease, parts, lease.horizon_ms)
+        self._manifest.submit([replace(row, view=views[row.db_id]) for row in rows]).result()
+
+    def labelled(self, lease_id: int, after: str, last: str, limit: int) -> list[tuple[str, int]]:
+        """(label, database) of the first versions of a lease behind one label, up to another. Raises `LeaseExpired`."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None or not self._lives(lease):
+                raise _ended(lease_id)
+            if lease.by_label is None:
+                lease.by_label = sorted((part.label, part.db_id) for part in lease.lent.values())
+            start = bisect_right(lease.by_label, after, key=lambda item: item[0])
+            return [item for item in lease.by_label[start : start + limit] if item[0] <= last]
 
     def view(self, lease_id: int, db_id: int) -> bytes:
         """A version that was kept as a value. Raises `LeaseExpired`."""
@@ -217,6 +232,7 @@ class VersionLeases:
                     continue
                 lease.origins.pop(db_id, None)
                 lease.unknown.discard(db_id)
+                lease.by_label = None
                 if not lease.lent:
                     del self._leases[lease_id]
                 dropped.append(DropReader(db_id, lease_id))

@@ -1,4 +1,5 @@
-"""Versions for a holder that comes back for them: a consumer of row changes keeps the last one it has read of each database.
+"""Versions for who comes back for them: a consumer of row changes keeps the last one it has read of each database, and the
+tasks of a query over very many databases ask for the versions of theirs, which its plan has had kept.
 
 A holder's lease (`manifest/leases.py`) keeps what a version needs, and the version as a value: after a restart of the consumer,
 or of the owner, the same pages are read. Its holder is done with a version when it has a newer one of the same label, and lets
@@ -36,10 +37,10 @@ _decode = msgspec.msgpack.Decoder(SnapshotView).decode
 def lend_to(
     engine: PageEngine, holder: str, names: Sequence[str], seconds: float, *, lease_id: int = 0, upload: bool = False
 ) -> tuple[int, list[SnapshotView]]:
-    """(id of the lease, a view of each database as it is now); the views are kept, by the names of the databases."""
-    lease_id, views = lend(
-        engine, names, seconds, lease_id=lease_id, upload=upload, tags={HOLDER_TAG: holder}, labels=names
-    )
+    """(id of the lease, a view of each database as it is now); the views are kept, by the names of the databases. Without a
+    holder they are for whoever knows the lease."""
+    tags = {HOLDER_TAG: holder} if holder else None
+    lease_id, views = lend(engine, names, seconds, lease_id=lease_id, upload=upload, tags=tags, labels=names)
     engine._manifest.leases.keep_views(lease_id, {view.db_id: _encode(view) for view in views})
     return lease_id, views
 
@@ -59,6 +60,16 @@ def held_view(engine: PageEngine, lease_id: int, db_id: int) -> SnapshotView:
             for pin in view.pins
         )
     return replace(view, pins=pins)
+
+
+RANGE_MAX = 64
+"""Versions of one answer."""
+
+
+def held_range(engine: PageEngine, lease_id: int, after: str, last: str) -> list[tuple[str, SnapshotView]]:
+    """The first kept versions of a lease behind one name of a database, up to another; none: there are no more."""
+    found = engine._manifest.leases.labelled(lease_id, after, last, RANGE_MAX)
+    return [(label, held_view(engine, lease_id, db_id)) for label, db_id in found]
 
 
 def newest_lsns(engine: PageEngine, names: Sequence[str]) -> list[int]:

@@ -312,12 +312,13 @@ class Client:
         lease_id: int = 0,
         upload: bool = False,
         holder: str = "",
+        keep: bool = False,
         timeout: float = 600.0,
     ) -> m.LentViews:
         """The newest versions of page databases, to be read without the owner (P16). What they need is not deleted until
         `seconds` after the lease was last renewed. With `lease_id` they become part of that lease. A `holder` can ask for them
-        again, by the names of the databases."""
-        request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder)
+        again, by the names of the databases; with `keep` so can whoever knows the lease (`OfLentRange`)."""
+        request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder, keep)
         return self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
 
     def lend_kv(self, db: int | str, seconds: float, *, lease_id: int = 0) -> m.LentKv:

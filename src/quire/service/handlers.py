@@ -44,7 +44,7 @@ from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack, SnapshotInfo
-from quire.pages.held_versions import held_view, lend_to, mark_dropped, newest_lsns
+from quire.pages.held_versions import held_range, held_view, lend_to, mark_dropped, newest_lsns
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service import tickets
@@ -257,7 +257,7 @@ class Handlers:
 
     def do_lease_open(self, request: m.Lend, call: CallContext) -> m.LentViews:
         self._check_lending(request.seconds, call, upload=request.upload)
-        if request.holder:
+        if request.holder or request.keep:
             names = [str(name) for name in request.databases]
             lending = partial(lend_to, self._store.pages, request.holder, names)
         else:
@@ -273,6 +273,9 @@ class Handlers:
 
     def do_lease_views(self, request: m.OfHeldVersions, _: CallContext) -> list[SnapshotView]:
         return [held_view(self._store.pages, *version) for version in request.versions]
+
+    def do_lease_range(self, request: m.OfLentRange, _: CallContext) -> list[tuple[str, SnapshotView]]:
+        return held_range(self._store.pages, request.lease_id, request.after, request.last)
 
     def do_lease_let_go(self, request: m.OfHeldVersions, _: CallContext) -> None:
         self._manifest.leases.let_go(request.versions)

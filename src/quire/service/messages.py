@@ -30,6 +30,7 @@ from quire.service.data_actions import DATA_ACTIONS
 from quire.service.request import Request as Request
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
+from quire.service.tickets import LEASE_RANGE as LEASE_RANGE
 from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
 from quire.service.tickets import LOAD_PAIRS as LOAD_PAIRS
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
@@ -38,6 +39,7 @@ from quire.service.tickets import STREAM_ACTIONS, on_database
 from quire.service.tickets import Action as Action
 from quire.service.tickets import DatabaseRequest as DatabaseRequest
 from quire.service.tickets import OfLease as OfLease
+from quire.service.tickets import OfLentRange as OfLentRange
 from quire.service.tickets import PutPart as PutPart
 from quire.service.tickets import Role as Role
 from quire.service.tickets import Scope as Scope
@@ -146,13 +148,14 @@ class OfViews(Request, frozen=True):
 
 class Lend(Request, frozen=True):
     """Lend the newest versions of some databases, as a lease of their own (0) or as part of one; to a `holder` that comes back
-    for them, by names."""
+    for them, by names. `keep`: whoever knows the lease asks for them again (`OfLentRange`), also by names."""
 
     databases: tuple[int | str, ...]
     seconds: float
     lease_id: int = 0
     upload: bool = False
     holder: str = ""
+    keep: bool = False
 
 
 class LentViews(Request, frozen=True):
@@ -446,6 +449,7 @@ ACTIONS: dict[str, Action] = {
         _read("lease.open", Lend, LentViews),
         _read("lease.open_kv", LendKv, LentKv),
         LEASE_RENEW,
+        LEASE_RANGE,
         _read("lease.release", OfLease, None),
         _read("lease.held", OfHolder, list[HeldVersion]),
         _read("lease.mark_dropped", MarkDropped, int),

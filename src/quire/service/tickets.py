@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from quire.pages.view import SnapshotView
 from quire.service.request import Request
 from quire.stream.remote_read import SharedStream
 
@@ -130,6 +131,17 @@ class OfLease(Request, frozen=True):
 
 
 LEASE_RENEW = Action("lease.renew", OfLease, None, Role.READ)
+
+
+class OfLentRange(Request, frozen=True):
+    """The versions that are kept with a lease, of databases behind one name up to another; the first ones, if they are many."""
+
+    lease_id: int
+    after: str
+    last: str
+
+
+LEASE_RANGE = Action("lease.range", OfLentRange, list[tuple[str, SnapshotView]], Role.READ)
 
 
 class TakeIds(Request, frozen=True):

@@ -348,8 +348,9 @@ class RemoveDb(Op, frozen=True, tag=16):
         tables.db.delete(t.DB.key.pack(self.db_id))
         tables.wal_state.delete(t.WAL_STATE.key.pack(self.db_id, 0))
         tables.snapshot_floor.delete(t.SNAPSHOT_FLOOR.key.pack(self.db_id))
-        for key, _ in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
-            tables.snapshot_readers.delete(key)
+        for key, row in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
+            if not row.view:  # what is lent as a value is read until its lease ends, and goes with it
+                tables.snapshot_readers.delete(key)
         for key, _ in list(tables.replica_positions.scan(t.REPLICA_POSITIONS.key.prefix(self.db_id))):
             tables.replica_positions.delete(key)
         for kind in MetricKind:

@@ -6,7 +6,7 @@
 
 Reading: executors read chunks, decode the leaves of tables (`sqlite/leaf_columns.py`), and ask SQLite's own code over a
 read-only file system (`quire.sqlite.files`) for everything that is not plain; the owner is asked when the query is planned, and
-not again.
+again only by the tasks of a query over very many databases (`views.py`).
 
 - A large table is cut into ranges of rowids (`sqlite_tables.py`); a database below `PIECE_BYTES` is one piece.
 - With `databases` rows begin with `_database`, the name of theirs.
@@ -23,10 +23,10 @@ without the table or the snapshot), and those of `views.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -40,6 +40,7 @@ from quire.spark.sources.sqlite_tables import DATABASE_FIELD, parsed_types, tabl
 from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
 from quire.spark.sources.views import (
     CALLS_AT_ONCE,
+    LentRange,
     LocatedVersion,
     PiecesReader,
     VersionRequest,
@@ -92,15 +93,17 @@ class SqliteReader(PiecesReader):
             options.flag("merge_schema"),
         )
 
-    def plan(self) -> list[list[ViewPiece[Rowids]]]:
+    def plan(self) -> list[list[ViewPiece[Rowids] | LentRange]]:
         with self.access.connect() as client:
-            versions = self.request.versions(client, self.request.names(client))
+            versions, ranges = self.request.planned(client, PIECE_BYTES)
         if self.query.where:
-            self._check(versions)
-        share = max(sum(version.size_bytes for version in versions) // self.partitions_max, 1)
-        return dealt((piece for version in versions for piece in self._pieces(version, share)), self.partitions_max)
+            self._check(chain(versions, chain.from_iterable(each.versions(self.access) for each in ranges)))
+        total = sum(version.size_bytes for version in versions) + sum(each.size_bytes for each in ranges)
+        share = max(total // self.partitions_max, 1)
+        pieces = (piece for version in versions for piece in self._pieces(version, share))
+        return dealt(chain(pieces, ranges), self.partitions_max)
 
-    def _check(self, versions: list[LocatedVersion]) -> None:
+    def _check(self, versions: Iterable[LocatedVersion]) -> None:
         """Check the condition in the first database that has the table: before a task runs, also where a schema was given."""
         for version in versions:
             with opened(version) as source, connected(source) as connection:
@@ -132,11 +135,20 @@ class SqliteReader(PiecesReader):
         for rowids in ranges:
             yield ViewPiece(version, rowids, size // len(ranges))
 
-    def batches(self, part: list[ViewPiece[Rowids]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for piece in part:
+    def batches(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for piece in self._of(part):
             with opened(piece.version) as source, connected(pages := ReadAhead(source)) as connection:
                 if (table := self._find(connection, piece.version)) is not None:
                     yield from gathered(self._rows(connection, pages, table, piece, schema))
+
+    def _of(self, part: list[ViewPiece[Rowids] | LentRange]) -> Iterator[ViewPiece[Rowids]]:
+        for each in part:
+            if isinstance(each, ViewPiece):
+                yield each
+            else:
+                yield from (
+                    ViewPiece(version, EVERYTHING, version.size_bytes) for version in each.versions(self.access)
+                )
 
     def _rows(
         self, connection: Connection, pages: ReadAhead, table: SqliteTable, piece: ViewPiece[Rowids], wanted: pa.Schema
@@ -167,7 +179,7 @@ def described(client: Client, request: VersionRequest, options: Options) -> Stru
             return None
 
     with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-columns") as pool:
-        every = (pool.map if merge else map)(columns_in, request.names(client))
+        every = (pool.map if merge else map)(columns_in, request.each_name(client))
         tables = list(islice((columns for columns in every if columns is not None), None if merge else 1))
     if not tables:
         raise missing[-1]

@@ -12,6 +12,10 @@ that have all of them); `snapshot` (a name or an id, of each database its own), 
 it), `keep_seconds`, `upload`, `partitions` at most: pieces of many databases are dealt to them, so that a thousand small
 databases are no thousand tasks.
 
+More than `LISTED_MAX` databases are not listed in partitions: the owner keeps their versions with the lease, a partition has
+ranges of names, and tasks ask for the versions of theirs, `LENT_AT_ONCE` at a time. What was lent is read: a database that is
+dropped later is still there, one that is created later is not.
+
 Importable on executors. Raises `UnknownDatabase`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`.
 """
 
@@ -22,8 +26,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot
@@ -36,7 +41,8 @@ from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, ViewReader, without_object
-from quire.spark.access import object_options
+from quire.service.tickets import LEASE_RANGE, OfLentRange
+from quire.spark.access import OwnerAddress, object_options
 from quire.spark.sources.base import KEEP_SECONDS, Options, SourceReader
 
 if TYPE_CHECKING:
@@ -51,6 +57,15 @@ COMPARING = (*(name for name in OPTIONS if name != "snapshot"), "from", "to")
 
 LENT_AT_ONCE = 64
 """Databases of one call: each must be opened and sealed, and all their views are one answer."""
+
+LISTED_MAX = 1_024
+"""Databases whose versions are in the partitions of a query."""
+
+RANGES_MAX = 1_024
+"""Ranges of names that the plan of a query has: neighbours become one when there are more."""
+
+OPENING_BYTES = 256 * 1_024
+"""Reading so much is taken to be as much work as opening a database: many tiny ones are work too."""
 
 CACHE_BYTES = 32 * MIB
 """Of one task: enough for the upper pages of a tree and the frames it walks through."""
@@ -88,6 +103,31 @@ class ViewPiece(Generic[P]):
     part: P
     size_bytes: int
 
+    @property
+    def lease_id(self) -> int:
+        return self.version.lease_id
+
+
+@dataclass(frozen=True, slots=True)
+class LentRange:
+    """Databases whose versions the owner keeps with a lease: those behind one name, up to another."""
+
+    lease_id: int
+    after: str
+    last: str
+    size_bytes: int
+    root: str
+    options: Mapping[str, StoreOptions] = field(default_factory=dict, repr=False)
+
+    def versions(self, access: OwnerAddress) -> Iterator[LocatedVersion]:
+        """What to read, asked for as it is read."""
+        after = self.after
+        with closing(access.channel()) as channel:
+            while some := channel.ask(LEASE_RANGE, OfLentRange(self.lease_id, after, self.last)):
+                for name, view in some:
+                    yield LocatedVersion(name, view, self.root, self.lease_id, self.options)
+                after = some[-1][0]
+
 
 @dataclass(frozen=True, slots=True)
 class VersionPair:
@@ -117,20 +157,29 @@ class DatabaseSelection:
 
     def names(self, client: Client) -> list[str]:
         """The databases that are asked for."""
+        return list(self.each_name(client))
+
+    def each_name(self, client: Client) -> Iterator[str]:
+        """The same, a page of them at a time, in order. That one is named and does not exist is told at the end."""
         if self.one:
-            return [client.database(self.one).name]
-        names = [database.name for database in self.matching(client, strict=True)]
-        if not names:
+            yield client.database(self.one).name
+            return
+        missing, is_any = literals(self.patterns), False
+        for database in candidates(client, self.patterns, self._kind.lower()):
+            missing.discard(database.name)
+            if matches(database.name, self.patterns) and self._has_tags(database):
+                is_any = True
+                yield database.name
+        need_none_missing(missing, self._what)
+        if not is_any:
             hint = "`quire ls` lists them"
             raise UnknownDatabase(f"no {self._what} matches", hint=hint, patterns=self.patterns, tags=self.tags)
-        return names
 
-    def matching(self, client: Client, *, strict: bool = False) -> list[DatabaseInfo]:
-        """The databases that are asked for; none is no error, nor, unless `strict`, one that is named and does not exist."""
+    def matching(self, client: Client) -> list[DatabaseInfo]:
+        """The databases that are asked for; none is no error, nor one that is named and does not exist."""
         patterns = [self.one] if self.one else self.patterns
-        known = {database.name: database for database in candidates(client, patterns, self._kind.lower())}
-        chosen = matching(patterns, list(known), self._what if strict else "")
-        return [known[name] for name in chosen if self._has_tags(known[name])]
+        known = candidates(client, patterns, self._kind.lower())
+        return [database for database in known if matches(database.name, patterns) and self._has_tags(database)]
 
     def _has_tags(self, database: DatabaseInfo) -> bool:
         return all(name in database.tags and value in (None, database.tags[name]) for name, value in self.tags.items())
@@ -187,19 +236,62 @@ class VersionRequest(DatabaseSelection):
             versions.update(zip(others, pool.map(found, others)))
         return [versions[name] for name in names]
 
+    def planned(self, client: Client, small_bytes: int) -> tuple[list[LocatedVersion], list[LentRange]]:
+        """(versions, ranges of databases): if they are more than can be listed, those up to `small_bytes` are in ranges."""
+        names = self.each_name(client)
+        listed = list(islice(names, LISTED_MAX + 1))
+        if self.snapshot or len(listed) <= LISTED_MAX:
+            return self.versions(client, [*listed, *names]), []
+        (_, root), options = self._reading(client), object_options(client.server)
+        large, ranges = list[LocatedVersion](), list[LentRange]()
+        lease_id, after, rest = 0, "", chain(listed, names)
+        while some := list(islice(rest, LENT_AT_ONCE)):
+            lease_id, views = self._lend(client, some, lease_id, keep=True)
+            range_bytes, first = 0, after  # of the small ones between two large ones
+            for name, view in views.items():
+                version = LocatedVersion(name, view, root, lease_id, options)
+                if version.size_bytes <= small_bytes:
+                    range_bytes += version.size_bytes + OPENING_BYTES
+                else:
+                    large.append(version)
+                    if range_bytes:
+                        ranges.append(LentRange(lease_id, first, after, range_bytes, root, options))
+                    range_bytes, first = 0, name
+                after = name
+            if range_bytes:
+                ranges.append(LentRange(lease_id, first, after, range_bytes, root, options))
+            if len(ranges) > RANGES_MAX:
+                ranges = joined(ranges, 4 * sum(each.size_bytes for each in ranges) // RANGES_MAX)
+        return large, ranges
+
     def _newest(self, client: Client, names: list[str], holder: str = "") -> list[LocatedVersion]:
-        upload, _ = self._reading(client)
         lease_id, views = 0, dict[str, SnapshotView]()
         for start in range(0, len(names), LENT_AT_ONCE):
-            some = names[start : start + LENT_AT_ONCE]
-            lent = client.lend(some, self.keep_seconds, lease_id=lease_id, holder=holder)
-            lease_id = lent.lease_id
-            views.update(zip(some, lent.views, strict=True))
-            # To upload needs more than to read, so it is asked for only if there is something.
-            if upload and (bare := [name for name in some if without_object(views[name])]):
-                lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True, holder=holder)
-                views.update(zip(bare, lent.views, strict=True))
+            lease_id, some = self._lend(client, names[start : start + LENT_AT_ONCE], lease_id, holder)
+            views |= some
         return self.of_views(client, views, lease_id)
+
+    def _lend(
+        self, client: Client, names: list[str], lease_id: int, holder: str = "", *, keep: bool = False
+    ) -> tuple[int, dict[str, SnapshotView]]:
+        """(the lease, views by name). A database that is dropped after it was found by a pattern is left out."""
+        upload, _ = self._reading(client)
+        given: dict[str, Any] = {"holder": holder, "keep": keep}
+        try:
+            lent = client.lend(names, self.keep_seconds, lease_id=lease_id, **given)
+        except UnknownDatabase:
+            if holder or not self.is_many:
+                raise
+            left = {database.name for database in self.matching(client)}
+            if left.issuperset(names):
+                raise
+            return self._lend(client, [name for name in names if name in left], lease_id, keep=keep)
+        lease_id, views = lent.lease_id, dict(zip(names, lent.views, strict=True))
+        # To upload needs more than to read, so it is asked for only if there is something.
+        if upload and (bare := [name for name in names if without_object(views[name])]):
+            lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True, **given)
+            views.update(zip(bare, lent.views, strict=True))
+        return lease_id, views
 
     def lend_to(self, client: Client, holder: str, names: list[str]) -> int:
         """Have the newest versions of databases kept for a holder that comes back for them; the id of the lease."""
@@ -257,12 +349,26 @@ def candidates(client: Client, patterns: Sequence[str], kind: str) -> Iterator[D
         after = page[-1].name
 
 
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of these, or fits one of them."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def matching(patterns: Sequence[str], known: Sequence[str], what: str) -> list[str]:
-    """The known names that match; a pattern without a wildcard must be one of them, unless `what` is empty."""
-    literal = [pattern for pattern in patterns if not any(sign in pattern for sign in "*?[")] if what else []
-    if missing := [name for name in literal if name not in known]:
-        raise UnknownDatabase(f"no {what} has this name", hint="`quire ls` lists them", names=missing[:5])
-    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    """The known names that match; a pattern without a wildcard must be one of them."""
+    need_none_missing(literals(patterns) - set(known), what)
+    return [name for name in known if matches(name, patterns)]
+
+
+def literals(patterns: Sequence[str]) -> set[str]:
+    """Patterns that are names."""
+    return {pattern for pattern in patterns if not any(sign in pattern for sign in "*?[")}
+
+
+def need_none_missing(names: set[str], what: str) -> None:
+    """Refuse names that nothing has."""
+    if names:
+        raise UnknownDatabase(f"no {what} has this name", hint="`quire ls` lists them", names=sorted(names)[:5])
 
 
 def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> SnapshotView:
@@ -290,6 +396,18 @@ class Piece(Protocol):
     def size_bytes(self) -> int: ...
 
 
+def joined(ranges: list[LentRange], size_max: int) -> list[LentRange]:
+    """Fewer ranges over the same databases: those that follow each other become one, up to this size."""
+    fewer: list[LentRange] = []
+    for each in ranges:
+        before = fewer[-1] if fewer else None
+        if before is None or before.last != each.after or before.size_bytes + each.size_bytes > size_max:
+            fewer.append(each)
+        else:
+            fewer[-1] = replace(before, last=each.last, size_bytes=before.size_bytes + each.size_bytes)
+    return fewer
+
+
 def dealt(pieces: Iterable[S], partitions: int) -> list[list[S]]:
     """Pieces in at most so many heaps of about the same size."""
     queue = list(pieces)
@@ -307,5 +425,5 @@ class PiecesReader(SourceReader):
         self.request = VersionRequest(options)
         self.keep_seconds = self.request.keep_seconds
 
-    def lease_of(self, part: list[ViewPiece[Any]]) -> int:
-        return part[0].version.lease_id
+    def lease_of(self, part: list[ViewPiece[Any] | LentRange]) -> int:
+        return part[0].lease_id
