@@ -17,7 +17,6 @@ from quire.cli.lookup import names_in
 from quire.cli.tree import nodes_of
 from quire.core.clock import SystemClock
 from quire.manifest.records import RetentionRecord
-from quire.spark.access import options_of
 from quire.spark.sessions import session
 from quire.stream.state import Retention
 
@@ -260,6 +259,8 @@ def key_values(store: Store, guide: Guide) -> dict[str, Any]:
 
 def spark(store: Store, guide: Guide) -> dict[str, Any]:
     """Jobs and queries on Spark: the same functions, on executors that read chunks by themselves."""
+    from quire.spark.access import options_of  # Arrow, for its calls
+
     guide.title("Spark", "jobs and queries on executors, which read chunks by themselves")
     began = CLOCK.monotonic()
     engine = session(memory="1g")

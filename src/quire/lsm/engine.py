@@ -41,7 +41,6 @@ from quire.lsm.kv import Kv
 from quire.lsm.maintenance import KvBackground
 from quire.lsm.projection import CompactionJobs, KvProjection
 from quire.lsm.read_only import ReadOnlyKv
-from quire.lsm.rollback import roll_back
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
@@ -285,6 +284,8 @@ class KvEngine:
     def rollback(self, name: str, *, to: object) -> RolledBack:
         """Set a database back to one of its snapshots, as a new version (`rollback.py`)."""
         self._require()
+        from quire.lsm.rollback import roll_back  # Arrow, which few programs that open a store need
+
         return roll_back(self._manifest, self, name, to)
 
     def lend(self, db: int | str, seconds: float, *, lease_id: int = 0) -> tuple[int, KvVersion]:
