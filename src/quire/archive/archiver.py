@@ -552,18 +552,8 @@ class Archiver:
     def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
         """The event of a file that never changes, which is uploaded now if it was not (`base_writer.BaseSink`)."""
 
-        def upload(key: str, path: str) -> None:
-            gone: list[FileNotFoundError] = []
-
-            def attempt() -> None:
-                try:
-                    self._uploader.put_artifact(key, path)
-                except FileNotFoundError as error:
-                    gone.append(error)  # removed while the base was read: the bucket has nothing to do with it
-
-            self._until_it_answers(attempt)
-            if gone:
-                raise gone[0]
+        def upload(key: str, path: str) -> None:  # that a file was removed while the base was read is no outage
+            self._until_it_answers(lambda: self._uploader.put_artifact(key, path), final=FileNotFoundError)
 
         return self._artifacts.in_base(path, relative, self._store_id, first, upload)
 
@@ -613,13 +603,13 @@ class Archiver:
             if path:
                 self._artifacts.discard(path)
 
-    def _until_it_answers(self, attempt: Callable[[], object]) -> None:
-        """Try until the bucket answers. Everything but being fenced is taken for an outage: nothing else may end an archive."""
+    def _until_it_answers(self, attempt: Callable[[], object], *, final: type[Exception] = StoreFenced) -> None:
+        """Try until the bucket answers. All but being fenced, and `final`, is an outage: nothing else may end an archive."""
         for number in range(1 << 62):
             try:
                 attempt()
                 return
-            except StoreFenced:
+            except (StoreFenced, final):
                 raise
             except (QuireError, OSError) as error:
                 self._note(error)
