@@ -176,6 +176,56 @@ def test_a_crash_between_rows_and_answer_leaves_a_lease_that_ends_by_itself(page
     assert (pages.manifest.leases.expire(), rows(pages)) == (1, 0)
 
 
+def test_a_database_that_is_closed_is_lent_without_opening_it(pages: Pages) -> None:
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.checkpoint(store)
+    write(store, model, {3: image(), 17: image()})
+    opened = lend(pages.engine, ["shop"], SECONDS)[1]
+    pages.stop()
+    pages.start()
+    lease_id, views = lend(pages.engine, ["shop"], SECONDS)
+    assert list(pages.engine.stores()) == []
+    assert views == opened, "the same version as of one that is open"
+    kept = model.newest
+    for _ in range(2):
+        changed(pages, model)
+        pages.manifest.leases.renew(lease_id)
+        reads(pages, views[0], kept)
+
+
+def test_a_closed_database_with_an_open_log_is_opened_to_be_lent(pages: Pages) -> None:
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.die()
+    pages.start()
+    _, (view,) = lend(pages.engine, ["shop"], SECONDS)
+    assert len(list(pages.engine.stores())) == 1
+    reads(pages, view, model.newest)
+
+
+def test_a_database_that_is_opened_and_written_while_it_is_lent_is_lent_whole(pages: Pages) -> None:
+    """Its new leaves with its old log would be no version at all."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    lend(pages.engine, ["shop"], SECONDS)
+    pages.stop()
+    pages.start()
+    calls: list[str] = []
+
+    def wake(name: str) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            write(again := pages.database(), model, {number: image() for number in range(0, 20, 2)})
+            pages.checkpoint(again)
+            write(again, model, {1: image()})
+
+    with armed("manifest.lease.held", wake):
+        _, (view,) = lend(pages.engine, ["shop"], SECONDS)
+    assert len(calls) == 2, "lent again, as one that is open"
+    reads(pages, view, model.newest)
+
+
 def test_what_fell_to_zero_before_a_lease_goes_while_it_lives(pages: Pages) -> None:
     """A database that is always read must not keep its garbage for ever."""
     model, store = Model(), pages.database()

@@ -8,7 +8,8 @@ open write transaction: what that has not committed is not part of it.
 
 `lend` gives the newest versions of databases to readers of other processes, as views without a snapshot (P16). All databases
 of a call get their rows in one commit (`manifest/leases.py`). A database that nobody has written to since it was last sealed
-costs no change.
+costs no change. One that is closed, with nothing in its log that the manifest does not know, is not even opened: once the rows
+of the lease are there, one transaction reads all that its view is made of.
 
 Threads: any. Raises what opening raises, `ReadOnly`, `LeaseExpired`, `InvalidInput`.
 """
@@ -35,6 +36,7 @@ from quire.pages.framemap import FrameMap, PinnedSegment, Regions
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
 from quire.pages.readers import HOLD_TAG, Lease
+from quire.pages.recovery import mark_of
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, without_object
@@ -129,21 +131,41 @@ def lend(
     """(id of the lease, a view of each database as it is now), written but not yet durable transactions included."""
     manifest, objects_url = engine._manifest, engine._objects_url
     leases = manifest.leases
+    with manifest.read() as txn:
+        db_ids = [find_database(txn, db)[0] for db in databases]
+        marks = {db_id: mark for db_id in db_ids if (mark := _mark_at_rest(engine, txn, db_id)) is not None}
+    views: dict[int, SnapshotView] = {}
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="quire-lend") as pool, ExitStack() as holds:
-        stores = list(pool.map(engine.open, databases))
+        stores = list(pool.map(engine.open, [db_id for db_id in db_ids if db_id not in marks]))
         for store in stores:
             holds.callback(_hold(store, "lend").close)
-        marks = dict(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
-        called = dict(zip((store.db_id for store in stores), labels))
-        parts = [LentVersion(db_id, mark.lsn, label=called.get(db_id, "")) for db_id, mark in marks.items()]
+        marks.update(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
+        called = dict(zip(db_ids, labels))
+        parts = [LentVersion(db_id, marks[db_id].lsn, label=called.get(db_id, "")) for db_id in db_ids]
         lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
-        views = []
-        for store in stores:
+        opened = {store.db_id for store in stores}
+        for db_id in db_ids:
             with manifest.read() as txn:
-                views.append(_view(txn, store.db_id, marks[store.db_id], objects_url))
-    for view in views:
-        leases.narrow(lease_id, view.db_id, _origins(view))
-    return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in views] if upload else views
+                if db_id in opened or _mark_at_rest(engine, txn, db_id) == marks[db_id]:
+                    views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
+    for db_id, view in views.items():
+        leases.narrow(lease_id, db_id, _origins(view))
+    if woken := [db_id for db_id in db_ids if db_id not in views]:  # somebody has opened them meanwhile
+        names = [called[db_id] for db_id in woken if db_id in called]
+        _, late = lend(engine, woken, seconds, lease_id=lease_id, tags=tags, labels=names)
+        views.update(zip(woken, late))
+    found = [views[db_id] for db_id in db_ids]
+    return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in found] if upload else found
+
+
+def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:
+    """The newest version of a database that is closed, if the manifest knows all that is in its log."""
+    database, state = txn.database(db_id), txn.wal_state(db_id)
+    if engine._open.peek(db_id) is not None or database is None or not database.page_size or state is None:
+        return None
+    rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id)]
+    is_known = all(row.origin_db_id != db_id or row.state not in (WalState.OPEN, WalState.SEALED) for _, row in rows)
+    return mark_of(engine._disk, engine._root, state, rows) if is_known and state.last_applied_lsn else None
 
 
 def lend_reader(

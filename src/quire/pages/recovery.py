@@ -106,6 +106,11 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
 def published_mark(manifest: ManifestStore, disk: Disk, root: str, db_id: int) -> Mark:
     """The newest version the manifest knows, for who must not change anything."""
     state, rows = _read(manifest, db_id)
+    return mark_of(disk, root, state, rows)
+
+
+def mark_of(disk: Disk, root: str, state: WalStateRecord, rows: Rows) -> Mark:
+    """The newest version that rows of the manifest are about."""
     at = state.last_applied_lsn
     return Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, []))
 
