@@ -15,7 +15,7 @@ from quire.stream import spans as spans_module
 from quire.stream.arrow_batches import SCHEMA, Batches
 from quire.stream.segment import ALIGN, HEADER_BYTES, NextBlock, StreamSegmentHeader, body_of
 from quire.stream.sources import HotSource, Lost
-from quire.stream.spans import Plain, RecordSpan, spans_of
+from quire.stream.spans import BATCH_BYTES, Plain, RecordSpan, spans_of
 from tests.stream.blocks import encode_block
 
 HEADER = StreamSegmentHeader.decode(StreamSegmentHeader(3, 9, 100, 1_000, 77).encode())
@@ -197,3 +197,17 @@ def test_a_batch_is_made_of_plain_columns_too(monkeypatch: pytest.MonkeyPatch) -
     assert batch.schema == SCHEMA
     assert batch.column("payload").to_pylist() == [row[2] for row in expected(blocks)]
     assert type(spans_of(memoryview(raw), 0, HEADER.crc64, at=HEADER_BYTES).spans[0].column) is pa.BinaryArray
+
+
+def test_a_large_span_is_not_copied_for_a_small_one_before_it() -> None:
+    """A batch of 300 KB is written as a large block and the small rest: each large one is read as it is."""
+    large, small = pa.array([b"x" * 300] * 600, pa.binary()), pa.array([b"y" * 300] * 100, pa.binary())
+    sizes = [(large, 180_000), (small, 30_000), (small, 30_000), (large, 180_000)]
+    first, spans = 100, []
+    for column, size in sizes:
+        spans.append(RecordSpan(first, 5, column, size))
+        first += len(column)
+    batches = list(Batches(BATCH_BYTES).of(spans))
+    assert [batch.num_rows for batch in batches] == [600, 200, 600], "small ones are still put together"
+    assert [batch.column("id")[0].as_py() for batch in batches] == [100, 700, 900]
+    assert batches[2].column("payload").buffers()[2].address == large.buffers()[2].address

@@ -43,9 +43,8 @@ class Batches:
         kept: list[RecordSpan] = []
         rows = size = 0
         for span in spans:
-            if (
-                kept and span.first_record != kept[-1].end_record
-            ):  # a takeover in between: ids of a batch are consecutive
+            # A takeover in between: ids of a batch are consecutive. And a large span is not copied for a small one before it.
+            if kept and (span.first_record != kept[-1].end_record or span.size_bytes >= self._batch_bytes):
                 yield self.make(kept)
                 kept, rows, size = [], 0, 0
             kept.append(span)
