@@ -38,6 +38,26 @@ def test_a_change_arrives_with_what_it_did_and_to_whom(anybody: Asker, store: St
         page.close()
 
 
+def test_a_change_before_the_hub_has_begun_to_follow_arrives(
+    anybody: Asker, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = hubs.Hub._follow
+
+    def late(hub: hubs.Hub) -> None:
+        store.create("shop", "pages")
+        follow(hub)
+
+    monkeypatch.setattr(hubs.Hub, "_follow", late)
+    page = Events(anybody)
+    try:
+        assert page.next()[0] == "hello"
+        name, told = page.next()
+        assert name == "changes", "not a beat"
+        assert told["changes"][-1]["databases"] == ["shop"]
+    finally:
+        page.close()
+
+
 def test_a_quiet_store_still_beats(anybody: Asker, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "BEAT_SECONDS", 0.1)
     page = Events(anybody)

@@ -83,6 +83,8 @@ class Hub:
         self._wanted = threading.Condition()
         # guarded by _wanted
         self._places: set[Subscriber] = set()
+        self._from = 0
+        """What the first of them was told is the newest change; those behind it are for the thread to tell."""
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -98,7 +100,10 @@ class Hub:
             if self._stopping or len(self._places) >= self._places_max:
                 raise Overloaded("all places for live updates are taken", hint="close a page", places=self._places_max)
             place = Subscriber(notify)
-            place.tell(event("hello", {"head": self._sight.manifest.feed.head(), "at_ms": self._sight.clock.now_ms()}))
+            head = self._sight.manifest.feed.head()
+            place.tell(event("hello", {"head": head, "at_ms": self._sight.clock.now_ms()}))
+            if not self._places:
+                self._from = head
             self._places.add(place)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="quire-web-hub", daemon=True)
@@ -143,7 +148,7 @@ class Hub:
 
     def _follow(self) -> None:
         """Rounds until nobody listens (rules 1 and 2)."""
-        seen, clock = self._sight.manifest.feed.head(), self._sight.clock
+        seen, clock = self._from, self._sight.clock
         told_at = clock.monotonic()
         while self._places and not self._stopping:
             try:
