@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -126,11 +126,14 @@ class RollingMetric(msgspec.Struct, frozen=True):
         return self.record.sum / self.record.count if self.record.count else 0.0
 
 
-def rolling(txn: ReadTxn) -> list[RollingMetric]:
-    """Every metric, by database and kind; rows that are damaged are left out."""
-    names = txn.database_names()
+def rolling(txn: ReadTxn, scopes: Mapping[int, str] | None = None) -> list[RollingMetric]:
+    """Every metric, or those of these scopes (id → name), by database and kind; rows that are damaged are left out."""
+    if scopes is None:
+        names, rows = txn.database_names(), txn.raw_scan(t.METRICS)
+    else:
+        names, rows = dict(scopes), chain.from_iterable(txn.raw_scan(t.METRICS, scope) for scope in sorted(scopes))
     metrics: list[RollingMetric] = []
-    for key, raw in txn.raw_scan(t.METRICS):
+    for key, raw in rows:
         with suppress(ManifestDamaged):
             scope, kind = t.METRICS.key.unpack(key)
             metric = MetricKind(kind).name.lower() if kind in MetricKind.__members__.values() else str(kind)
@@ -168,11 +171,13 @@ class WriterStats:
 class ManifestCollector:
     """The Prometheus collector of a manifest: `registry.register(ManifestCollector(manifest))`.
 
-    A process that only reads has no writer to count: it exports the rolling metrics alone.
+    A process that only reads has no writer to count: it exports the rolling metrics alone. `scopes` says which of them are
+    exported; without it, all.
     """
 
-    def __init__(self, manifest: ManifestStore) -> None:
+    def __init__(self, manifest: ManifestStore, scopes: Callable[[], Mapping[int, str] | None] = lambda: None) -> None:
         self._manifest = manifest
+        self._scopes = scopes
 
     def describe(self) -> Iterable[Any]:
         """Nothing ahead of time: registering must not read the manifest."""
@@ -215,7 +220,7 @@ class ManifestCollector:
         from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 
         with self._manifest.read() as txn:
-            metrics = rolling(txn)
+            metrics = rolling(txn, self._scopes())
         for kind, meaning in MEANING.items():
             name = f"quire_rolling_{kind.name.lower()}"
             histogram = HistogramMetricFamily(name, meaning, labels=["db", "name"])

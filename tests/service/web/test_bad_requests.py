@@ -328,7 +328,7 @@ def test_who_does_not_read_its_answer_is_hung_up_on(world: World) -> None:
 def test_more_requests_than_there_are_places_are_told_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    def slow(_: object) -> dict[str, object]:
+    def slow(_: object, **__: object) -> dict[str, object]:
         entered.set()
         leave.wait(60)
         return {}

@@ -126,7 +126,7 @@ def test_sqlites_memory_has_a_soft_limit_and_no_hard_one(path: Path) -> None:
 def test_a_request_that_is_under_way_is_answered_before_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    def slow(_: object) -> dict[str, Any]:
+    def slow(_: object, **__: object) -> dict[str, Any]:
         entered.set()
         assert leave.wait(60)
         return {"late": True}
@@ -149,7 +149,7 @@ def test_a_request_that_is_under_way_is_answered_before_the_end(path: Path, monk
 def test_who_stays_too_long_is_hung_up_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    def endless(_: object) -> dict[str, Any]:
+    def endless(_: object, **__: object) -> dict[str, Any]:
         entered.set()
         leave.wait(60)
         return {}

@@ -233,7 +233,7 @@ def test_a_bug_is_told_without_its_traceback(
     def broken() -> Any:
         raise ZeroDivisionError("secret inside")
 
-    monkeypatch.setattr("quire.service.web.overview.lineage", lambda _: broken())
+    monkeypatch.setattr("quire.service.web.overview.lineage", lambda _, **__: broken())
     told = anybody.get("/api/lineage")
     assert (told.status, told.json["error"]) == (500, "InternalError")
     assert b"secret" not in told.body

@@ -27,6 +27,7 @@ from quire.manifest.records import Residency, VerifyState, WalState
 DAMAGED_MAX = 100
 """Damaged artifacts that are listed; all are counted."""
 
+COUNTERS = ("segments", "tiers", "tier_bytes", "verified")
 UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 _DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
 
@@ -82,6 +83,8 @@ class Whole:
     """The surveys of all databases."""
 
     databases: dict[int, Survey]
+    totals: dict[str, Counter[str]]
+    """The counters, over all databases: added up once, however often they are shown."""
     damaged: list[Damaged]
     damaged_count: int
 
@@ -90,10 +93,7 @@ class Whole:
 
     def total(self, name: str) -> Counter[str]:
         """One of the counters, over all databases."""
-        totals: Counter[str] = Counter()
-        for survey_of_one in self.databases.values():
-            totals.update(getattr(survey_of_one, name))
-        return totals
+        return self.totals[name]
 
 
 def survey(txn: ReadTxn) -> Whole:
@@ -108,7 +108,11 @@ def survey(txn: ReadTxn) -> Whole:
             if len(damaged) < DAMAGED_MAX:
                 state = word(row.verify_state)
                 damaged.append(Damaged(key.origin_db_id, object_key(key), state, size_bytes, row.verified_at_ms))
-    return Whole(databases, damaged, count)
+    totals = {name: Counter[str]() for name in COUNTERS}
+    for one in databases.values():
+        for name, total in totals.items():
+            total.update(getattr(one, name))
+    return Whole(databases, totals, damaged, count)
 
 
 def _artifacts(txn: ReadTxn, databases: dict[int, Survey]) -> Iterator[tuple[ArtifactKey, Any, int]]:

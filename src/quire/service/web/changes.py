@@ -18,6 +18,7 @@ from quire.core.timeline import step_back
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
+from quire.service.web.dashboard_state import names_of
 
 OPERATIONS_MAX = 12
 ITEMS_MAX = 8
@@ -38,24 +39,30 @@ def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:
     """The changes of a range of sequences, oldest first."""
     if last < first:
         return []
-    names = txn.database_names()
     rows = islice(txn.scan(CHANGE_LOG, start=(first,)), last - first + 1)
-    return [summary(record, names) for _, record in rows if record.sequence <= last]
+    concerned = [(record, _concerned(record)) for _, record in rows if record.sequence <= last]
+    names = names_of(txn, {db_id for _, db_ids in concerned for db_id in db_ids})
+    return [_summary(record, [names.get(db_id) or f"#{db_id}" for db_id in db_ids]) for record, db_ids in concerned]
 
 
-def summary(record: ChangeRecord, names: dict[int, str]) -> dict[str, Any]:
-    """One change (rule 1)."""
-    kinds = Counter(type(op).__name__ for op in record.operations)
+def _concerned(record: ChangeRecord) -> list[int]:
+    """The first databases that a change is about."""
     concerned: dict[int, None] = {}
     for op in record.operations[:256]:
         if (touches := TOUCHES.get(type(op))) is not None:
             concerned.update(dict.fromkeys(db_id for db_id in touches.databases(op) if db_id))
+    return list(islice(concerned, ITEMS_MAX))
+
+
+def _summary(record: ChangeRecord, databases: list[str]) -> dict[str, Any]:
+    """One change (rule 1)."""
+    kinds = Counter(type(op).__name__ for op in record.operations)
     return {
         "sequence": record.sequence,
         "committed_at_ms": record.committed_at_ms,
         "operations": len(record.operations),
         "kinds": dict(kinds),
-        "databases": [names.get(db_id) or f"#{db_id}" for db_id in islice(concerned, ITEMS_MAX)],
+        "databases": databases,
         "details": [cut(plain(op)) for op in record.operations[:OPERATIONS_MAX]],
         "trace_id": record.trace_id,
     }

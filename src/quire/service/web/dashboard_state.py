@@ -1,13 +1,20 @@
 """What every view of the dashboard looks at: the store, and figures that are kept for a moment.
 
+Sums over all databases (`survey`, `info`, `space`, `damaged`) are made for all views at once and kept for ten times as long as
+they took (`response_cache.py`): whatever the number of databases, they take a tenth of one core at most. Everything else that a
+view shows is a page, or the largest few, and reads no more rows than that.
+
 Threads: any.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.core.errors import ManifestDamaged
 from quire.durable import names
 from quire.durable.names import lsm_home
 from quire.durable.space import Space, given_bytes, measure
@@ -28,6 +35,20 @@ FILES_MAX = 20_000
 """Files of one database whose sizes are added up; a database with more is told as `at least`."""
 
 STREAM_PARTS = ("hot", "warm", "manifest")
+
+
+def names_of(txn: ReadTxn, db_ids: Iterable[int]) -> dict[int, str]:
+    """Id → name of these databases, as of `ReadTxn.database_names`; nothing of the others is read."""
+    found: dict[int, str] = {}
+    for db_id in db_ids:
+        try:
+            record = txn.database(db_id)
+        except ManifestDamaged:
+            found[db_id] = txn.indexed_name(db_id)
+            continue
+        if record is not None:
+            found[db_id] = record.title
+    return found
 
 
 class Explain(Protocol):
@@ -104,9 +125,32 @@ class Sight:
         """What the store's directory takes, and whose it is; where looking takes long it is kept for longer."""
         return self.cached.get("space", lambda: measure(self.store.path))
 
+    def damaged(self) -> dict[int, str]:
+        """Id → name of the databases that are closed because their rows are damaged."""
+
+        def make() -> dict[int, str]:
+            with self.manifest.read() as txn:
+                return txn.damaged_databases()
+
+        return self.cached.get("damaged", make)
+
+    def largest(self) -> list[int]:
+        """The databases whose files take most, which have series of their own in `/metrics`."""
+
+        def make() -> list[int]:
+            given = self.space().databases
+            return nlargest(self.store.settings.service.metrics_databases, given, key=given.__getitem__)
+
+        return self.cached.get("largest", make)
+
+    def names(self, db_ids: Iterable[int]) -> dict[int, str]:
+        """Id → name of these databases."""
+        with self.manifest.read() as txn:
+            return names_of(txn, db_ids)
+
     def files_bytes(self, db_id: int, kind: DbKind) -> int:
         """The bytes of a database's own directories: streams and key-value databases keep their files there."""
-        return self.cached.get(("files", db_id), lambda: sum(size for _, size in self.files(db_id, kind)))
+        return sum(size for _, size in self.files(db_id, kind))
 
     def files(self, db_id: int, kind: DbKind) -> list[tuple[str, int]]:
         """(path in the store, bytes) of those files."""

@@ -1,9 +1,10 @@
 """`/metrics`: the figures of the manifest, the feed, the engines, the store and its servers, for Prometheus.
 
-Everything is read at the scrape; a database that is not open is not opened for it and has no samples. Labels are bounded by
-the store (states, kinds) and never contain what a caller sent. Only the largest databases have series of their own
-(`service.metrics_databases`); a tag can be named by whose values all are added up (`service.metrics_tag`). docs/dashboard.md
-lists the names; a test compares the list, the alerts and the Grafana board with what is exported.
+Figures of single databases are read at the scrape, sums over all of them are kept for a moment (`dashboard_state.py`); a
+database that is not open is not opened for it and has no samples. Labels are bounded by the store (states, kinds) and never
+contain what a caller sent. Only the largest databases have series of their own (`service.metrics_databases`); a tag can be
+named by whose values all are added up (`service.metrics_tag`). docs/dashboard.md lists the names; a test compares the list, the
+alerts and the Grafana board with what is exported.
 
 Threads: any.
 """
@@ -11,9 +12,9 @@ Threads: any.
 from __future__ import annotations
 
 import shutil
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from heapq import nlargest
 from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -80,8 +81,7 @@ class StoreCollector(_Collector):
         for kind, count in info.databases.items():
             databases.add_metric([kind], count)
         yield databases
-        with self._sight.manifest.read() as txn:
-            damaged = len(txn.damaged_databases())
+        damaged = len(self._sight.damaged())
         yield Gauge("quire_databases_damaged", "databases that are closed: their rows are damaged", value=damaged)
         yield Gauge("quire_snapshots", "snapshots of all databases", value=info.snapshots)
         yield Gauge("quire_artifacts_unreferenced", "artifacts that wait for the collector", value=info.unreferenced)
@@ -112,35 +112,44 @@ class StoreCollector(_Collector):
         for part, amount in sorted(space.others.items()):
             others.add_metric([part], amount)
         yield others
-        known = names_of(self._sight)
+        known = self._sight.names(largest := self._sight.largest())
         databases = Gauge("quire_database_disk_bytes", "of it, the files of each database", labels=["db", "name"])
-        for db_id, amount in sorted(space.databases.items()):
-            databases.add_metric([str(db_id), known.get(db_id, "")], amount)
+        for db_id in sorted(largest):
+            databases.add_metric([str(db_id), known.get(db_id, "")], space.databases.get(db_id, 0))
         yield databases
 
     def _tags(self) -> Iterator[Metric]:
         if not (tag := self._sight.store.settings.service.metrics_tag):
             return
-        given, sums = self._sight.space().databases, self._sight.cached.get("tags", lambda: self._by_value(tag))
+        sums = self._sight.cached.get("tags", lambda: self._by_value(tag))
         count = Gauge("quire_tag_databases", "live databases by the value of a tag", labels=["tag", "value"])
         disk = Gauge("quire_tag_disk_bytes", "what their files take", labels=["tag", "value"])
-        largest = dict(nlargest(TAG_VALUES_MAX, sums.items(), key=lambda item: len(item[1])))
-        for value, db_ids in sorted(largest.items()):
-            count.add_metric([tag, value], len(db_ids))
-            disk.add_metric([tag, value], sum(given.get(db_id, 0) for db_id in db_ids))
+        for value, (databases, amount) in sorted(sums.items()):
+            count.add_metric([tag, value], databases)
+            disk.add_metric([tag, value], amount)
         yield count
         yield disk
 
-    def _by_value(self, tag: str) -> dict[str, list[int]]:
-        """Value → the databases that have it."""
-        sums: dict[str, list[int]] = {}
+    def _by_value(self, tag: str) -> dict[str, tuple[int, int]]:
+        """Value → how many databases have it, and what their files take; of the most frequent values."""
+        given, counts, sizes = self._sight.space().databases, Tally[str](), Tally[str]()
         with self._sight.manifest.read() as txn:
             for db_id, record in txn.databases():
                 if not record.is_dropped and (value := record.tags.get(tag)) is not None:
-                    sums.setdefault(value, []).append(db_id)
-        return sums
+                    counts[value] += 1
+                    sizes[value] += given.get(db_id, 0)
+        return {value: (count, sizes[value]) for value, count in counts.most_common(TAG_VALUES_MAX)}
 
     def _jobs(self) -> Iterator[Metric]:
+        counts, oldest = self._sight.cached.get("outstanding", self._outstanding)
+        jobs = Gauge("quire_jobs", "jobs that wait, run or have failed for good", labels=["kind", "state"])
+        for key, count in sorted(counts.items()):
+            jobs.add_metric(list(key), count)
+        yield jobs
+        yield Gauge("quire_jobs_oldest_due_seconds", "how long the longest due job has waited", value=oldest / 1000)
+
+    def _outstanding(self) -> tuple[dict[tuple[str, str], int], int]:
+        """(kind, state) → how many jobs, and how many milliseconds the longest due one has waited."""
         now, oldest = self._sight.clock.now_ms(), 0
         counts: dict[tuple[str, str], int] = {}
         with self._sight.manifest.read() as txn:
@@ -152,11 +161,7 @@ class StoreCollector(_Collector):
                     counts[key] = counts.get(key, 0) + 1
                     if state is JobState.PENDING:
                         oldest = max(oldest, now - max(job.created_at_ms, job.not_before_ms))
-        jobs = Gauge("quire_jobs", "jobs that wait, run or have failed for good", labels=["kind", "state"])
-        for key, count in sorted(counts.items()):
-            jobs.add_metric(list(key), count)
-        yield jobs
-        yield Gauge("quire_jobs_oldest_due_seconds", "how long the longest due job has waited", value=oldest / 1000)
+        return counts, oldest
 
 
 class MirrorCollector(_Collector):
@@ -233,14 +238,10 @@ class LargestCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        shown = self._sight.cached.get("largest", self._largest)
+        shown = {"", *map(str, self._sight.largest())}
         for metric in self._collector.collect():
             metric.samples = [sample for sample in metric.samples if _database(sample.labels) in shown]
             yield metric
-
-    def _largest(self) -> frozenset[str]:
-        given, most = self._sight.space().databases, self._sight.store.settings.service.metrics_databases
-        return frozenset({"", *(str(db_id) for db_id in nlargest(most, given, key=given.__getitem__))})
 
 
 def _database(labels: Mapping[str, str]) -> str:
@@ -252,7 +253,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures], parts: Sequence[We
     """Everything that is exported, in a registry of its own: several stores may be served by one process."""
     prometheus = CollectorRegistry(auto_describe=False)
     collectors: tuple[Any, ...] = (
-        ManifestCollector(sight.manifest),
+        ManifestCollector(sight.manifest, lambda: {0: "", **sight.names(sight.largest())}),
         PagesCollector(sight.store.pages.figures),
         KvCollector(partial(kv_stats, sight)),
         StreamCollector(partial(stream_infos, sight), sight.log_figures),
@@ -307,16 +308,16 @@ def kv_stats(sight: Sight) -> list[tuple[list[str], Stats]]:
     """(labels, numbers) of the key-value databases that are open; without any nothing is loaded."""
     if not sight.info().databases["lsm"]:
         return []
-    known = names_of(sight)
-    return [([str(db_id), known.get(db_id, "")], kv.stats()) for db_id, kv in sight.store.kvs.databases().items()]
+    known = sight.names(opened := sight.store.kvs.databases())
+    return [([str(db_id), known.get(db_id, "")], kv.stats()) for db_id, kv in opened.items()]
 
 
 def stream_infos(sight: Sight) -> list[tuple[list[str], StreamInfo]]:
     """(labels, numbers) of the streams that are open; without any nothing is loaded."""
     if not sight.info().databases["stream"]:
         return []
-    known = names_of(sight)
     infos = [stream.info() for stream in sight.store.streams.streams()]
+    known = sight.names(info.stream_id for info in infos)
     return [([str(info.stream_id), known.get(info.stream_id, "")], info) for info in infos]
 
 
@@ -328,9 +329,3 @@ def open_kv(sight: Sight, db_id: int) -> Kv | None:
 def open_stream(sight: Sight, stream_id: int) -> Stream | None:
     """A stream, if it is open."""
     return next((stream for stream in sight.store.streams.streams() if stream.info().stream_id == stream_id), None)
-
-
-def names_of(sight: Sight) -> dict[int, str]:
-    """Id → name of every database."""
-    with sight.manifest.read() as txn:
-        return txn.database_names()

@@ -22,9 +22,10 @@ from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, JobKind, JobRecord, JobState
+from quire.manifest.snapshots import with_ancestors
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import changes
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import Sight, names_of
 
 DATABASES_MAX = 1_000
 SNAPSHOTS_MAX = 200
@@ -41,47 +42,47 @@ def overview(sight: Sight) -> dict[str, Any]:
     disk = shutil.disk_usage(store.path)
     with sight.manifest.read() as txn:
         rows = [_database_row(sight, txn, info) for info in infos]
-        outstanding = {word: _in_state(txn, state) for word, state in _STATES.items()}
-        closed = [{"db_id": db_id, "name": name} for db_id, name in txn.damaged_databases().items()]
+    opened, space = sight.open_figures(), sight.space()
+    closed_bytes = sum(one.unabsorbed_bytes for db_id, one in whole.databases.items() if db_id not in opened)
     return {
-        "store": (info := sight.info()),
+        "store": sight.info(),
         "quire": version("quire"),
         "now_ms": sight.clock.now_ms(),
         "started_ms": sight.started_ms,
         "databases": rows,
-        "databases_left_out": max(sum(info.databases.values()) - len(rows), 0),
-        "databases_damaged": closed,
-        "jobs": outstanding,
-        "tiers": {name: {"artifacts": n, "bytes": _bytes(whole, name)} for name, n in whole.total("tiers").items()},
+        "databases_left_out": _left_out(sight, len(rows)),
+        "databases_damaged": [{"db_id": db_id, "name": name} for db_id, name in sight.damaged().items()],
+        "wal_bytes": closed_bytes + sum(figures.wal_bytes for figures in opened.values()),
+        "segments_blocked": sum(figures.segments_blocked for figures in opened.values()),
+        "jobs": sight.cached.get("states", lambda: _states(sight)),
+        "tiers": {
+            name: {"artifacts": count, "bytes": whole.total("tier_bytes")[name]}
+            for name, count in whole.total("tiers").items()
+        },
         "segments": whole.total("segments"),
         "verified": whole.total("verified"),
         "readers": sight.readers(),
         "cursors": _cursors(sight),
         "disk_free_bytes": disk.free,
         "disk_bytes": disk.total,
-        "space": sight.space()._asdict(),
+        "space": {"total_bytes": space.total_bytes, "others": space.others},
     }
 
 
 def databases(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
     """A page of the databases that are asked for; `after` begins the next one."""
-    limit = wanted.get("limit", DATABASES_MAX)
-    wanted["limit"] = limit + 1  # one more says whether there are any
-    infos = sight.store.databases(**wanted)
+    infos, after = _page(sight, wanted)
     with sight.manifest.read() as txn:
-        rows = [_database_row(sight, txn, info) for info in infos[:limit]]
-    return {"databases": rows, "after": infos[limit - 1].name if len(infos) > limit else ""}
+        rows = [_database_row(sight, txn, info) for info in infos]
+    return {"databases": rows, "after": after}
 
 
 _STATES = {"pending": JobState.PENDING, "in_flight": JobState.IN_FLIGHT, "failed": JobState.FAILED_PERMANENT}
 
 
-def _bytes(whole: Any, tier: str) -> int:
-    return int(whole.total("tier_bytes")[tier])
-
-
-def _in_state(txn: ReadTxn, state: JobState) -> int:
-    return sum(1 for _ in txn.raw_scan(t.JOBS_BY_STATE, state))
+def _states(sight: Sight) -> dict[str, int]:
+    with sight.manifest.read() as txn:
+        return {word: sum(1 for _ in txn.raw_scan(t.JOBS_BY_STATE, state)) for word, state in _STATES.items()}
 
 
 def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
@@ -113,18 +114,29 @@ def _cursors(sight: Sight) -> list[dict[str, Any]]:
 
 
 # ── lineage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def lineage(sight: Sight) -> dict[str, Any]:
-    """Databases with their snapshots, and who was forked from whom at which."""
+def lineage(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+    """A page of databases with their snapshots, below what they were forked from at which; `after` begins the next one."""
+    infos, after = _page(sight, wanted)
     with sight.manifest.read() as txn:
-        records = dict(txn.databases())
-        parents = {record.parent_db_id for record in records.values()}
-        shown = [_lineage_row(txn, *item) for item in records.items() if _is_shown(item[0], item[1], parents)]
-    return {"databases": shown[:DATABASES_MAX], "left_out": max(0, len(shown) - DATABASES_MAX)}
+        found = ((info.db_id, txn.database(info.db_id)) for info in infos)
+        records, _ = with_ancestors(txn, [(db_id, record) for db_id, record in found if record is not None])
+        shown = [_lineage_row(txn, *item) for item in records.items()]
+    live = sum(not record.is_dropped for record in records.values())
+    return {"databases": shown, "left_out": _left_out(sight, live), "after": after}
 
 
-def _is_shown(db_id: int, record: DbRecord, parents: set[int]) -> bool:
-    """A dropped database is shown only for the sake of its forks."""
-    return not record.is_dropped or db_id in parents
+def _page(sight: Sight, wanted: DatabaseFilterOptions) -> tuple[list[Any], str]:
+    """A page of the databases that are asked for, and what begins the next one."""
+    limit = wanted.get("limit", DATABASES_MAX)
+    more: DatabaseFilterOptions = {**wanted, "limit": limit + 1}  # one more says whether there are any
+    infos = sight.store.databases(**more)
+    return infos[:limit], infos[limit - 1].name if len(infos) > limit else ""
+
+
+def _left_out(sight: Sight, shown: int) -> int:
+    """How many live databases of the store are not shown."""
+    counts: dict[str, int] = sight.info().databases
+    return max(0, sum(counts.values()) - shown)
 
 
 def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
@@ -164,8 +176,8 @@ def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
         for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), JOBS_MAX):
             (job_id,) = t.JOB_QUEUE.key.unpack(key)
             by_id.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
-        names = txn.database_names()
         total = txn.count(t.JOB_QUEUE)
+        names = names_of(txn, {job.db_id for job in by_id.values()})
     shown = [by_id[job_id] for job_id in sorted(by_id, reverse=True) if not db_id or by_id[job_id].db_id == db_id]
     return {
         "now_ms": sight.clock.now_ms(),
@@ -211,31 +223,29 @@ def _result(record: JobRecord) -> dict[str, Any]:
 
 
 # ── verification ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def verification(sight: Sight) -> dict[str, Any]:
-    """What was verified, when, and what was found damaged."""
-    whole = sight.survey()
-    with sight.manifest.read() as txn:
-        names = {db_id: record for db_id, record in txn.databases() if not record.is_dropped}
+def verification(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+    """What was verified, when, and what was found damaged: of a page of databases, and in total."""
+    whole, (infos, after) = sight.survey(), _page(sight, wanted)
     rows = [
         {
-            "db_id": db_id,
-            "name": record.name,
-            "artifacts": sum(whole.of(db_id).verified.values()),
-            "verified": whole.of(db_id).verified,
-            "oldest_verified_ms": whole.of(db_id).oldest_verified_ms,
+            "db_id": info.db_id,
+            "name": info.name,
+            "artifacts": sum(whole.of(info.db_id).verified.values()),
+            "verified": whole.of(info.db_id).verified,
+            "oldest_verified_ms": whole.of(info.db_id).oldest_verified_ms,
         }
-        for db_id, record in names.items()
-        if record.kind is DbKind.PAGES or whole.of(db_id).verified  # sets keep their own files, and other checks
+        for info in infos
+        if info.kind is DbKind.PAGES or whole.of(info.db_id).verified  # sets keep their own files, and other checks
     ]
+    names = sight.names({artifact.db_id for artifact in whole.damaged})
     runs = [job for job in jobs(sight)["jobs"] if job["kind"] == plain(JobKind.VERIFY)]
-    damaged = [
-        {**plain(artifact), "database": names[artifact.db_id].name if artifact.db_id in names else ""}
-        for artifact in whole.damaged
-    ]
+    damaged = [{**plain(artifact), "database": names.get(artifact.db_id, "")} for artifact in whole.damaged]
     return {
         "now_ms": sight.clock.now_ms(),
         "totals": whole.total("verified"),
         "databases": rows,
+        "databases_left_out": _left_out(sight, len(infos)),
+        "after": after,
         "damaged": damaged,
         "damaged_left_out": whole.damaged_count - len(damaged),
         "jobs": runs[:20],

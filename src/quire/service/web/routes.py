@@ -21,6 +21,7 @@ import msgspec
 
 from quire.core.errors import InvalidInput, NotFound, QuireError, StoreUnusable
 from quire.service.messages import Role
+from quire.service.values import DatabaseFilterOptions
 from quire.service.web import database, overview
 from quire.service.web.answers import HttpError, Response, json_answer
 from quire.service.web.dashboard_state import Sight
@@ -147,15 +148,18 @@ class Routes:
         """See `overview.overview`."""
         return self._sight.cached.get("overview", lambda: json_answer(overview.overview(self._sight)))
 
-    def lineage(self, _: WebRequest) -> Response:
+    def lineage(self, asked: WebRequest) -> Response:
         """See `overview.lineage`."""
-        return self._sight.cached.get("lineage", lambda: json_answer(overview.lineage(self._sight)))
+        wanted = _chosen(asked, overview.DATABASES_MAX)
+        return self._page("lineage", asked, lambda: overview.lineage(self._sight, **wanted))
 
     def databases(self, asked: WebRequest) -> Response:
         """See `overview.databases`."""
-        some = {name: asked.query.get(name, "") for name in ("prefix", "kind", "tag", "after")}
-        limit, sort = asked.number("limit", 100, overview.DATABASES_MAX), asked.query.get("sort", "name")
-        return json_answer(overview.databases(self._sight, **some, limit=limit, sort=sort))
+        return json_answer(overview.databases(self._sight, **_chosen(asked, 100)))
+
+    def _page(self, key: str, asked: WebRequest, make: Callable[[], dict[str, Any]]) -> Response:
+        """A page of databases; the first of all is what a hundred open dashboards ask for."""
+        return json_answer(make()) if asked.query else self._sight.cached.get(key, lambda: json_answer(make()))
 
     def database(self, asked: WebRequest) -> Response:
         """See `database.database_page`."""
@@ -171,9 +175,10 @@ class Routes:
         limit, before = asked.number("limit", 50, 200), asked.number("before", 0, 2**63)
         return json_answer(overview.feed(self._sight, limit=limit, before=before))
 
-    def verification(self, _: WebRequest) -> Response:
+    def verification(self, asked: WebRequest) -> Response:
         """See `overview.verification`."""
-        return self._sight.cached.get("verification", lambda: json_answer(overview.verification(self._sight)))
+        wanted = _chosen(asked, overview.DATABASES_MAX)
+        return self._page("verification", asked, lambda: overview.verification(self._sight, **wanted))
 
     def why(self, asked: WebRequest) -> Response:
         """See `database.why`."""
@@ -230,6 +235,19 @@ def read_query(text: str) -> dict[str, str]:
         return {name: values[0] for name, values in parse_qs(text, max_num_fields=16).items()}
     except ValueError as error:
         raise InvalidInput("the query has too many fields") from error
+
+
+def _chosen(asked: WebRequest, limit: int) -> DatabaseFilterOptions:
+    """Which databases a page has; `limit` unless the query has one."""
+    query = asked.query
+    return {
+        "prefix": query.get("prefix", ""),
+        "kind": query.get("kind", ""),
+        "tag": query.get("tag", ""),
+        "after": query.get("after", ""),
+        "sort": query.get("sort", "name"),
+        "limit": asked.number("limit", limit, overview.DATABASES_MAX),
+    }
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:

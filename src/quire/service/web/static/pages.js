@@ -17,13 +17,12 @@ export const overview = {
     const { store } = data;
     const damaged = (data.verified.missing || 0) + (data.verified.altered || 0);
     const lag = Math.max(0, ...data.cursors.filter((each) => each.state === "live").map((each) => each.lag));
-    const wal = data.databases.reduce((sum, each) => sum + each.wal_bytes, 0);
     return [
       h("div", { class: "head" }, h("h1", {}, "Overview"), h("span", { class: "muted" }, `quire ${data.quire}, up ${span(data.now_ms - data.started_ms)}`)),
       tiles(
         ["Databases", number(data.databases.length + data.databases_left_out), data.databases_damaged.length ? `${data.databases_damaged.map((each) => each.name || `#${each.db_id}`).join(", ")}: rows damaged; see quire manifest check` : plural(store.snapshots, "snapshot"), data.databases_damaged.length ? "bad" : undefined],
         ["On disk", bytes(data.space.total_bytes), `${bytes(data.disk_free_bytes)} free on disk`, data.disk_free_bytes < 2 ** 30 ? "warn" : undefined],
-        ["In the WAL", bytes(wal), `${plural(data.databases.reduce((sum, each) => sum + each.segments_blocked, 0), "segment")} blocked by readers`],
+        ["In the WAL", bytes(data.wal_bytes), `${plural(data.segments_blocked, "segment")} blocked by readers`],
         ["Readers", number(data.readers), "holding a version open"],
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
         ["Changes", number(store.newest_change), lag ? `${number(lag)} changes behind` : data.cursors.length ? "all followers are up to date" : "no followers"],
@@ -83,6 +82,7 @@ export const lineage = {
   draw(data) {
     return [
       h("div", { class: "head" }, h("h1", {}, "Lineage"), h("span", { class: "muted" }, "database lineage: one lane per database, one ring per snapshot, one curve per fork")),
+      data.left_out ? h("p", { class: "muted" }, `${number(data.left_out)} more; quire tree --after NAME lists them`) : null,
       h("section", { class: "card" }, data.databases.length ? drawLineage(data.databases) : h("p", { class: "muted" }, "No databases yet.")),
     ];
   },
@@ -186,7 +186,7 @@ export const verification = {
       h("div", { class: "head" }, h("h1", {}, "Verification"), h("span", { class: "muted" }, "whether every artifact in the catalog exists and is intact; run quire verify to check")),
       h("div", { class: "grid" },
         wide(card("Artifacts", "", parts(states.map((state) => [state, data.totals[state] || 0, `v-${state}`])))),
-        wide(card("Databases", "", table(["name", ">artifacts", ">verified", ">never verified", ">damaged", "oldest verification"], data.databases.map((each) => {
+        wide(card("Databases", data.databases_left_out ? `${number(data.databases_left_out)} more` : "", table(["name", ">artifacts", ">verified", ">never verified", ">damaged", "oldest verification"], data.databases.map((each) => {
           const damaged = (each.verified.missing || 0) + (each.verified.altered || 0);
           return [link(each.name), number(each.artifacts), number(each.verified.verified || 0), number(each.verified.unverified || 0), h("span", { class: damaged ? "bad" : "muted" }, number(damaged)), each.oldest_verified_ms ? ago(each.oldest_verified_ms, data.now_ms) : h("span", { class: "muted" }, "never")];
         }), "No databases yet."))),
