@@ -9,12 +9,13 @@ import pickle
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import quire
 from quire.core.errors import InvalidInput, NotFound, SnapshotGone, UnknownDatabase
+from quire.manifest import leases
 from quire.manifest import tables as t
 from quire.pages import held_versions
 from quire.spark.access import options_of
@@ -24,7 +25,10 @@ from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.views import LentRange, joined
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.spark.sourced import QUIET, opened
+from tests.spark.sourced import QUIET, opened, owned, rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 DATABASES = 120
 
@@ -34,7 +38,7 @@ def clock() -> ManualClock:
     return ManualClock(now_ms=1_750_000_000_000)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of few databases, and few ranges."""
     monkeypatch.setattr(views, "LISTED_MAX", 20)
@@ -44,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
+def store(tmp_path: Path, clock: ManualClock, small: None) -> Iterator[Store]:
     with quire.open(tmp_path / "store", settings=QUIET, clock=clock) as store:
         options_of(store)
         run(
@@ -84,6 +88,17 @@ def read(reader: Any, parts: list[Any]) -> list[tuple[Any, ...]]:
 
 def expected(numbers: Iterator[int] | range = range(DATABASES)) -> list[tuple[Any, ...]]:
     return [row for number in numbers for row in ((f"tenant-{number:03d}", 1, "x"), (f"tenant-{number:03d}", 2, "y"))]
+
+
+class Counted:
+    """A `submit` that notes how much it is given."""
+
+    def __init__(self, submit: Any) -> None:
+        self.submit, self.sizes = submit, list[int]()
+
+    def __call__(self, ops: Any, *args: Any, **more: Any) -> Any:
+        self.sizes.append(len(ops))
+        return self.submit(ops, *args, **more)
 
 
 def test_many_databases_are_ranges_of_names_of_even_weight(store: Store, clock: ManualClock) -> None:
@@ -192,6 +207,23 @@ def test_options_mean_the_same_over_many(store: Store) -> None:
         planned(store, databases="tenant-*,nobody", absent="skip")
 
 
+def test_a_lease_on_more_databases_than_a_batch_has_rows_is_renewed_and_ends(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store.manifest, "submit", submits := Counted(store.manifest.submit))
+    monkeypatch.setattr(leases, "ROWS_AT_ONCE", 50)
+    reader, parts = planned(store)
+    for _ in range(3):
+        clock.advance(KEEP_SECONDS - 1)
+        store.manifest.leases.renew(parts[0].value[0].lease_id)
+    assert read(reader, parts) == expected()
+    clock.advance(KEEP_SECONDS + 1)
+    store.maintain()
+    with store.manifest.read() as txn:
+        assert txn.count(t.SNAPSHOT_READERS) == 0
+    assert max(submits.sizes) <= 50
+
+
 def test_neighbours_are_joined_up_to_a_size() -> None:
     def cuts(ranges: list[LentRange]) -> list[tuple[str, str, int]]:
         return [(each.after, each.last, each.size_bytes) for each in ranges]
@@ -201,3 +233,17 @@ def test_neighbours_are_joined_up_to_a_size() -> None:
     assert cuts(joined(ranges, 100)) == [("0", "5", 50)]
     apart = [LentRange(1, "a", "b", 10, ""), LentRange(1, "c", "d", 10, "")]
     assert joined(apart, 100) == apart, "a large database is between them"
+
+
+def test_spark_reads_more_databases_than_it_lists(spark: SparkSession, tmp_path: Path) -> None:
+    """With the limits as they are: other processes plan and read."""
+    with owned(spark, tmp_path / "many") as many:
+        many.run("template", "CREATE TABLE t(a INTEGER PRIMARY KEY)", "INSERT INTO t VALUES (1), (2)")
+        many.store.fork_many("template", [f"tenant-{number:04d}" for number in range(1_100)])
+        frame = many.read("quire.sqlite", databases="tenant-*", table="t")
+        many.run("tenant-0003", "INSERT INTO t VALUES (3)")
+        total = frame.selectExpr("count(*)", "count(distinct _database)", "sum(a)")
+        assert rows_of(total) == [(2_201, 1_100, 3_303)]
+        many.run("tenant-0004", "INSERT INTO t VALUES (4)")
+        assert rows_of(total) == [(2_201, 1_100, 3_303)], "a frame reads the versions of its first query"
+        assert many.store.manifest.leases.count() <= 2

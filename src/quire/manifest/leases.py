@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
 
 if TYPE_CHECKING:
+    from quire.manifest.guard import ManifestGuard
     from quire.manifest.ops.base import Op
     from quire.manifest.reads import ReadTxn
     from quire.manifest.records import ReaderRecord
@@ -51,6 +52,9 @@ HOLDER_TAG, LABEL_TAG = "quire.holder", "quire.label"
 
 LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
 DOUBT_SECONDS = 3_600.0
+
+ROWS_AT_ONCE = 16_384
+"""Rows of one batch, which can have some more: a lease on a hundred thousand databases takes several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +240,8 @@ class VersionLeases:
                 if not lease.lent:
                     del self._leases[lease_id]
                 dropped.append(DropReader(db_id, lease_id))
-        if dropped:
-            self._manifest.submit(dropped).result()
+        for guard in self._submit(dropped):
+            guard.result()
 
     def renew(self, lease_id: int) -> None:
         """The reader is alive; `LeaseExpired` if the lease has ended."""
@@ -252,8 +256,7 @@ class VersionLeases:
                 if now_ms + lease.ttl_ms > also.horizon_ms:
                     also.horizon_ms = now_ms + 2 * lease.ttl_ms
                     rows += self._rows(key, also, list(also.lent.values()), also.horizon_ms)
-        if rows:
-            self._manifest.submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time
+        self._submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time
 
     def _together(self, lease_id: int, lease: _Lease) -> list[tuple[int, _Lease]]:
         """The leases that are renewed with one: all of its holder."""
@@ -279,8 +282,14 @@ class VersionLeases:
         return len(late)
 
     def _drop(self, leases: dict[int, _Lease]) -> None:
-        ops = [DropReader(db_id, lease_id) for lease_id, lease in leases.items() for db_id in lease.lent]
-        self._manifest.submit(ops).result()
+        for guard in self._submit(
+            [DropReader(db_id, lease_id) for lease_id, lease in leases.items() for db_id in lease.lent]
+        ):
+            guard.result()
+
+    def _submit(self, ops: Sequence[Op]) -> list[ManifestGuard]:
+        """Submit rows: in one batch, unless they are more than a batch can have."""
+        return [self._manifest.submit(ops[at : at + ROWS_AT_ONCE]) for at in range(0, len(ops), ROWS_AT_ONCE)]
 
     def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[LentVersion], horizon_ms: int) -> list[PutReader]:
         return [
