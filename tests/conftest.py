@@ -41,9 +41,9 @@ def _work_in_memory() -> None:
     if "TMPDIR" in os.environ or not os.path.isdir(MEMORY):
         return
     if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= ROOM:
-        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same. The name
-        # is short, because sockets are in there, whose paths may have 107 bytes.
+        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same.
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="q", dir=MEMORY)
+        os.chmod(os.environ["TMPDIR"], 0o711)  # some tests are another user for a while
         tempfile.tempdir = None
         _made_here.append(os.environ["TMPDIR"])
 
@@ -68,9 +68,11 @@ def _interrupts_are_heard() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Collecting makes millions of objects that stay: nothing is looked through for garbage meanwhile."""
     gc.disable()
+    if _made_here and not config.option.basetemp:  # short, because sockets are in there, whose paths may have 107 bytes
+        config.option.basetemp = os.path.join(_made_here[0], "t")
 
 
 def pytest_collection_finish() -> None:

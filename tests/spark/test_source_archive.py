@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 import quire
@@ -267,6 +268,8 @@ def test_the_driver_is_the_jvm_above_a_process_or_itself(tmp_path: Path) -> None
     java = subprocess.Popen([tmp_path / "java", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
     assert java.stdout is not None
     below = int(java.stdout.readline())
+    while psutil.Process(below).name() == "java":  # forked, and not yet another program
+        time.sleep(0.01)
     assert driver_of(below) == java.pid
     os.kill(below, signal.SIGTERM)
     java.wait()

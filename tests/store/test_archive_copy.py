@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.core.errors import AccessDenied, InvalidInput, QuireError, ReadOnly
+from quire.core.errors import AccessDenied, QuireError, ReadOnly
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
-from quire.spark.access import access_of
 
 
 def make(tmp_path: Path) -> str:
@@ -89,9 +88,3 @@ def test_an_archive_that_cannot_be_restored_leaves_nothing(tmp_path: Path, monke
     with pytest.raises(QuireError):
         quire.open_archive(str(tmp_path / "nothing"))
     assert not list(tmp_path.glob("quire-archive-*"))
-
-
-def test_the_option_of_a_source_says_how_a_bucket_is_read() -> None:
-    with pytest.raises(InvalidInput, match="not a bucket") as caught:
-        access_of({"store": "s3://bucket/shop"})
-    assert "quire.open_archive('s3://bucket/shop')" in caught.value.hint

@@ -227,7 +227,7 @@ def test_a_clone_stays_in_its_parents_bucket(tmp_path: Path, capsys: pytest.Capt
         path = made(here, "clone")
     config, other = path / "quire.toml", tmp_path / "other"
     config.write_text(config.read_text().replace(str(here.bucket), str(other)))
-    with pytest.raises(ConfigMismatch, match="another place"):
+    with pytest.raises(ConfigMismatch, match="objects are not where"):
         quire.open(path)
     assert run(["objects", "moved", "--yes", "--store", str(path)]) != 0
     assert "a clone's parents' too" in capsys.readouterr().err
