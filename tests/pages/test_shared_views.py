@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from quire.core.errors import Corruption, InvalidInput, LeaseExpired, NotFound, 
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import ManifestGuard
+from quire.manifest.leases import LentVersion
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import DropReader
 from quire.manifest.records import JobKind
@@ -224,6 +226,39 @@ def test_a_database_that_is_opened_and_written_while_it_is_lent_is_lent_whole(pa
         _, (view,) = lend(pages.engine, ["shop"], SECONDS)
     assert len(calls) == 2, "lent again, as one that is open"
     reads(pages, view, model.newest)
+
+
+def test_whether_a_lease_needs_something_is_told_as_fast_for_many_databases_as_for_few(pages: Pages) -> None:
+    """Whoever deletes asks this for each artifact."""
+    leases, template = pages.manifest.leases, pages.database().db_id
+
+    def seconds(count: int) -> float:
+        lease_id = leases.hold([LentVersion(template, 1)], SECONDS)
+        for number in range(count):
+            leases.narrow(lease_id, template + number, {template, template + number})
+        assert leases.kept_since(template + count - 1) is not None
+        start = time.perf_counter()
+        assert [leases.kept_since(template + count + number) for number in range(200)] == [None] * 200
+        taken = time.perf_counter() - start
+        leases.release(lease_id)
+        return taken
+
+    few = min(seconds(10) for _ in range(3))
+    assert min(seconds(20_000) for _ in range(3)) < 30 * few
+
+
+def test_what_a_lease_needs_no_longer_goes_with_the_last_version_that_needed_it(pages: Pages) -> None:
+    leases, template = pages.manifest.leases, pages.database().db_id
+    forks = [pages.engine.fork("shop", f"fork-{number}") for number in range(2)]
+    lease_id = leases.hold([LentVersion(fork, 1) for fork in forks], SECONDS)
+    for fork in forks:
+        leases.narrow(lease_id, fork, {fork, template})
+    leases.let_go([(lease_id, forks[0])])
+    assert leases.kept_since(forks[0]) is None
+    assert leases.kept_since(template) is not None, "the other one needs it"
+    leases.narrow(lease_id, forks[1], {forks[1]})
+    assert leases.kept_since(template) is None
+    assert leases.kept_since(forks[1]) is not None
 
 
 def test_what_fell_to_zero_before_a_lease_goes_while_it_lives(pages: Pages) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -93,9 +94,13 @@ class _Lease:
     opened_ms: int = 0
     """When its first row was written, by the manifest's time."""
     origins: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Databases that made what its versions need, by the version's database …"""
+    """Databases that made what its versions need, beside the version's own, by that …"""
     unknown: set[int] = field(default_factory=set)
     """… but for those of these databases, which have not been looked up yet."""
+    needing: Counts[int] = field(default_factory=Counts)
+    """How many versions need what other databases made: forks of one template need it a hundred thousand times."""
+    shared: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
+    """Equal values of `origins`, once."""
     by_label: list[tuple[str, int]] | None = None
     """(label, database) in order, once somebody has asked."""
 
@@ -110,7 +115,22 @@ class _Lease:
             self.unknown.add(part.db_id)
 
     def needs(self, origin: int) -> bool:
-        return bool(self.unknown) or any(origin in origins for origins in self.origins.values())
+        return bool(self.unknown) or origin in self.origins or origin in self.needing
+
+    def found(self, db_id: int, origins: Iterable[int]) -> None:
+        """The version of a database has been looked up: these made what it needs."""
+        self.forget(db_id)
+        others = frozenset(origins) - {db_id}
+        self.origins[db_id] = self.shared.setdefault(others, others)
+        self.needing.update(others)
+
+    def forget(self, db_id: int) -> None:
+        """Nothing is known of the version of a database, and nothing needed for it."""
+        self.unknown.discard(db_id)
+        for origin in self.origins.pop(db_id, ()):
+            self.needing[origin] -= 1
+            if not self.needing[origin]:
+                del self.needing[origin]
 
 
 class VersionLeases:
@@ -182,8 +202,7 @@ class VersionLeases:
         """The version of a database has been looked up: these databases made what it needs."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
-                lease.origins[db_id] = frozenset(origins)
-                lease.unknown.discard(db_id)
+                lease.found(db_id, origins)
 
     def keep_views(self, lease_id: int, views: dict[int, bytes]) -> None:
         """Keep versions as values with a lease, by database. Durable on return."""
@@ -234,8 +253,7 @@ class VersionLeases:
                 lease = self._leases.get(lease_id)
                 if lease is None or lease.lent.pop(db_id, None) is None:
                     continue
-                lease.origins.pop(db_id, None)
-                lease.unknown.discard(db_id)
+                lease.forget(db_id)
                 lease.by_label = None
                 if not lease.lent:
                     del self._leases[lease_id]
