@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from bench.draw import RESULTS
 from bench.report import Report
@@ -51,7 +54,7 @@ def main() -> int:
             sys.stdout.write(f"{name:<12} {what}\n")
         return 0
     module = importlib.import_module(f"bench.{options.name}")
-    report = Report(options.name)
+    report = Report(options.name, _run(options.quick))
     sys.stdout.write(f"{options.name} on Python {platform.python_version()}, {platform.machine()}\n")
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="quire-bench-") as directory:
         for part in module.PARTS:
@@ -63,6 +66,18 @@ def main() -> int:
         text = json.dumps(json.loads(result), indent=1, ensure_ascii=False)
         (RESULTS / f"{options.name}.json").write_text(text + "\n", "utf-8")
     return 0
+
+
+def _run(quick: bool) -> dict[str, Any]:
+    """When and on what: who reads a result needs to know."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "size": "quick" if quick else "full",
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
 
 
 if __name__ == "__main__":

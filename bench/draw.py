@@ -1,4 +1,5 @@
-"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and of the archive what it costs.
+"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and of the archive what it costs,
+and writes all of them into docs/benchmark-results.md.
 
 A bar is as long as the ratio is good: value / target where higher is better, target / value otherwise, on a logarithmic axis.
 The line in the middle is the target. `python -m bench NAME --save` writes the JSON of a run.
@@ -103,16 +104,62 @@ def draw_cost(result: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def pictures() -> dict[Path, str]:
-    """Every picture as it should be, by path."""
+def table(results: list[dict[str, Any]]) -> str:
+    """The page of all results."""
+    lines = [
+        "# Results of benchmarks",
+        "",
+        "The newest run of each benchmark that was saved: `python -m bench NAME --save`, then `python -m bench.draw`, which",
+        "writes this page. [Benchmarks](benchmarks.md) explains what is measured, and why targets are missed.",
+    ]
+    for result in results:
+        run, name = result["run"], result["bench"]
+        place = f"{run['cores']} cores ({run['machine']}), Python {run['python']}"
+        facts = f"{run['date']}, {run['size']} size, {place}; load {run['load']:g} at its start"
+        picture = f"![Ratios of {name} against their targets](images/bench-{name}.svg)"
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{facts}.",
+            "",
+            picture,
+            "",
+            "| ratio | measured | target | | |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [_line(label, ratio) for label, ratio in result["ratios"].items()]
+    return "\n".join([*lines, ""])
+
+
+def _line(label: str, ratio: dict[str, Any]) -> str:
+    value, target = ratio["value"], ratio["target"]
+    sign = "≥" if ratio["better"] == "higher" else "≤"
+    met = ""
+    if value is not None and target is not None:
+        met = "met" if goodness(value, target, ratio["better"]) >= 1 else "**missed**"
+    cells = [
+        label,
+        "–" if value is None else f"{value:g}",
+        "reported" if target is None else f"{sign} {target:g}",
+        met,
+        ratio.get("detail", ""),
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def drawn() -> dict[Path, str]:
+    """Every picture and the page as they should be, by path."""
     results = {file.stem: json.loads(file.read_bytes()) for file in sorted(RESULTS.glob("*.json"))}
-    drawn = {IMAGES / f"bench-{name}.svg": draw(result) for name, result in results.items() if name != "archive"}
-    return drawn | {IMAGES / "bench-archive.svg": draw_cost(results["archive"])}
+    pictures = {IMAGES / f"bench-{name}.svg": draw(result) for name, result in results.items()}
+    if "archive" in results:
+        pictures[IMAGES / "archive-cost.svg"] = draw_cost(results["archive"])
+    return {**pictures, ROOT / "docs" / "benchmark-results.md": table([*results.values()])}
 
 
 def main() -> int:
-    for path, picture in pictures().items():
-        path.write_text(picture, "utf-8")
+    for path, text in drawn().items():
+        path.write_text(text, "utf-8")
         sys.stdout.write(f"{path.relative_to(ROOT)}\n")
     return 0
 

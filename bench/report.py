@@ -1,8 +1,9 @@
 """What a benchmark says: a table for people, one JSON line for programs.
 
-The last line of every run is `{"bench": NAME, "ratios": {NAME: {"value", "target", "better"}}, "figures": {…}}`. A target
-that could not be measured has the value null and a reason. Ratios are of medians over rounds that alternate between the
-contenders, so that a slow moment of the machine hits both.
+The last line of every run is `{"bench": NAME, "run": {…}, "ratios": {NAME: {"value", "target", "better", "detail"}},
+"figures": {…}}`. `run` says when and on what it was measured; a target that could not be measured has the value null, and its
+detail says why. Ratios are of medians over rounds that alternate between the contenders, so that a slow moment of the machine
+hits both.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Report:
     """Collects what one benchmark measured."""
 
     name: str
+    run: dict[str, Any] = field(default_factory=dict)
     ratios: list[Ratio] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -67,10 +69,10 @@ class Report:
                 "target": ratio.target,
                 "better": ratio.better,
             }
-            | ({"reason": ratio.detail} if ratio.value is None else {})
+            | ({"detail": ratio.detail} if ratio.detail else {})
             for ratio in self.ratios
         }
-        return json.dumps({"bench": self.name, "ratios": ratios, "figures": self.figures})
+        return json.dumps({"bench": self.name, "run": self.run, "ratios": ratios, "figures": self.figures})
 
 
 def seconds(work: Callable[[], Any]) -> float:

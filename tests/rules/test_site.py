@@ -75,11 +75,11 @@ def test_the_api_page_is_up_to_date() -> None:
     assert api.PAGE.read_text("utf-8") == api.page(), "run .venv/bin/python -m docs.api"
 
 
-def test_pictures_of_benchmarks_are_up_to_date() -> None:
-    pictures = draw.pictures()
-    assert pictures
-    for path, picture in pictures.items():
-        assert path.read_text("utf-8") == picture, "run .venv/bin/python -m bench.draw"
+def test_pictures_and_tables_of_benchmarks_are_up_to_date() -> None:
+    drawn = draw.drawn()
+    assert len(drawn) > 1
+    for path, text in drawn.items():
+        assert path.read_text("utf-8") == text, "run .venv/bin/python -m bench.draw"
 
 
 @pytest.mark.parametrize(
