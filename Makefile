@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 STORE  ?= ./quire-data
-JOBS   ?= 3
+JOBS   ?= 4
 NAME   ?=
 ARGS   ?=
 BUILD  ?= build

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -327,8 +327,9 @@ def merge_one(
     run(world, quire.JobKind.CHECKPOINT, [store.db_id], runner)
     drain(world)
     with world.manifest.read() as txn:
+        place = os.path.join(world.objects, txn.object_prefixes()[0])
         chains = [
-            [os.path.join(world.objects, _name(link.artifact(slot))) for link in reversed(txn.chain(store.db_id, slot))]
+            [os.path.join(place, _name(link.artifact(slot))) for link in reversed(txn.chain(store.db_id, slot))]
             for slot in range((pages - 1) // PAGES_PER_SLOT + 1)
         ]
     tasks = [(chain[::-1], str(target / f"{slot}")) for slot, chain in enumerate(chains)]
@@ -345,12 +346,20 @@ def _name(key: Any) -> str:
     return object_key(key)
 
 
+@dataclass(frozen=True, slots=True)
+class NoTask:
+    """Work that is none."""
+
+    weight_bytes: int = 0
+
+
 def warm_up(runner: Any) -> None:
     """What only the first actions of a session take: its Python workers are started, the JVM loads what both kinds of action
     need (a second and a half for the one that shuffles)."""
     list(runner.map(nothing, list(range(8))))
     for _ in range(2):
-        list(runner.regroup(one_key, list(range(8)), how_many, {(1, number): number for number in range(8)}))
+        tasks = {(1, number): NoTask() for number in range(8)}
+        list(runner.regroup(one_key, list(range(8)), how_many, tasks))
 
 
 def nothing(number: int, _tools: Any) -> int:
@@ -363,7 +372,7 @@ def one_key(number: int, _tools: Any) -> list[tuple[tuple[int, int], int]]:
     return [((1, number), number)]
 
 
-def how_many(_key: tuple[int, int], _task: int | None, values: list[int], _tools: Any) -> int:
+def how_many(_key: tuple[int, int], _task: NoTask | None, values: list[int], _tools: Any) -> int:
     """What a slot costs that has no pages."""
     return len(values)
 

@@ -17,9 +17,9 @@ import pytest
 import quire
 from quire.archive import standbys
 from quire.archive.format import StandbyEvent
-from quire.archive.replay import FILES
-from quire.archive.state_files import STANDBY_FILE, StandbyPhase, read_standby_state
+from quire.archive.state_files import StandbyPhase, read_standby_state
 from quire.core.errors import InvalidInput, StoreFenced
+from quire.durable import names
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.store.standby import Standby, promote
@@ -85,7 +85,7 @@ def test_files_leave_with_the_object_that_no_longer_names_them(tmp_path: Path) -
     with world(tmp_path) as here:
         fill(here.store, 0)
         polled(here)
-        before = {path.stat().st_ino: path for path in (tmp_path / "standby" / FILES).iterdir()}
+        before = {path.stat().st_ino: path for path in (tmp_path / "standby" / names.REPLAYED).iterdir()}
         (tmp_path / "held").mkdir()
         for number, path in before.items():
             os.link(path, tmp_path / "held" / str(number))  # or another file may get its number when it has left
@@ -93,15 +93,15 @@ def test_files_leave_with_the_object_that_no_longer_names_them(tmp_path: Path) -
             work(here, start)
         here.store.drop("events")
         polled(here)
-        names = {
+        named = {
             os.stat(os.path.join(folder, name)).st_ino
             for part in ("pages", "streams", "lsm")
             for folder, _, files in os.walk(tmp_path / "standby" / part)
             for name in files
         }
-        kept = {path.stat().st_ino for path in (tmp_path / "standby" / FILES).iterdir()}
+        kept = {path.stat().st_ino for path in (tmp_path / "standby" / names.REPLAYED).iterdir()}
         assert before.keys() - kept, "nothing left"
-        assert kept <= names
+        assert kept <= named
 
 
 STEPS = [
@@ -418,7 +418,7 @@ def test_an_idle_owner_is_heard_and_a_dead_one_replaced(tmp_path: Path) -> None:
             kill(here.store)
             thread.join(30)
             assert [promoted.owner_epoch for promoted in results] == [2]
-        assert not (tmp_path / "standby" / STANDBY_FILE).exists()
+        assert not (tmp_path / "standby" / names.STANDBY).exists()
         with quire.open(tmp_path / "standby", settings=quiet()) as store:
             assert contents(store) == expected
 

@@ -54,8 +54,6 @@ from quire.durable.files import Disk, File, write_atomic, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
 
-FILES = ".files"
-"""In a directory that is being made: its files by number."""
 STAGED = "staged"
 """In `.files/`: a second link to a file, on its way to replace another."""
 OPEN_FILES_MAX = 64
@@ -86,7 +84,7 @@ class Replay:
         # constant after construction
         self._disk = disk
         self._root = os.path.abspath(root)
-        self._files = os.path.join(self._root, FILES)
+        self._files = os.path.join(self._root, names.REPLAYED)
         self._adapt = adapt
         self._is_followed = is_followed
         disk.make_dirs(self._files)

@@ -37,8 +37,6 @@ from quire.core.settings import ArchiveSettings
 from quire.durable import names
 from quire.durable.files import Disk, read_all, write_atomic
 
-ORIGIN = "restored.json"
-STANDBY_FILE = "standby.json"
 STANDBY_FORMAT = 1
 
 
@@ -146,14 +144,14 @@ def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
 def read_origin(disk: Disk, root: str) -> Origin | None:
     """What the directory was restored from; `None` if it was not."""
     try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, ORIGIN)), type=Origin)
+        return msgspec.json.decode(read_all(disk, os.path.join(root, names.ORIGIN)), type=Origin)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
 
 
 def write_origin(disk: Disk, root: str, origin: Origin) -> None:
     """Note what the directory was restored from."""
-    write_atomic(disk, os.path.join(root, ORIGIN), msgspec.json.encode(origin))
+    write_atomic(disk, os.path.join(root, names.ORIGIN), msgspec.json.encode(origin))
 
 
 # ── standby.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,7 +186,7 @@ class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
     """How far the standby in this directory has come; `None` if there is none."""
-    path = os.path.join(root, STANDBY_FILE)
+    path = os.path.join(root, names.STANDBY)
     try:
         state = msgspec.json.decode(read_all(disk, path), type=StandbyState)
     except FileNotFoundError:
@@ -203,7 +201,7 @@ def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
 
 def write_standby_state(disk: Disk, root: str, state: StandbyState) -> None:
     """Replace it, durably."""
-    write_atomic(disk, os.path.join(root, STANDBY_FILE), msgspec.json.encode(state))
+    write_atomic(disk, os.path.join(root, names.STANDBY), msgspec.json.encode(state))
 
 
 # ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────

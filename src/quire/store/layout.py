@@ -31,8 +31,6 @@ from enum import Enum
 
 import msgspec
 
-from quire.archive.replay import FILES
-from quire.archive.state_files import ORIGIN, STANDBY_FILE
 from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, ManifestDamaged, StorageFault, StoreNotFound
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
@@ -77,7 +75,7 @@ def look(disk: Disk, root: str) -> DirectoryState:
         if fault.where.get("errno") == "ENOTDIR":
             raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from fault
         raise
-    if FILES in present and not present & {ORIGIN, STANDBY_FILE}:
+    if names.REPLAYED in present and not present & {names.ORIGIN, names.STANDBY}:
         hint = "remove the directory and restore again"
         raise InvalidInput("a restore into this directory did not come to its end", hint=hint, path=root)
     if names.CONFIG in present:

@@ -33,11 +33,10 @@ from msgspec.structs import replace
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
 from quire.archive.log_reader import RestorePoint, continues, epochs, find, header_of, log_positions, the_store
 from quire.archive.recorder import REMOTE_FILES
-from quire.archive.replay import FILES, Replay
+from quire.archive.replay import Replay
 from quire.archive.sealing import seal
 from quire.archive.standbys import HEARTBEAT_SECONDS, REFRESH_SECONDS, Registration, register
 from quire.archive.state_files import (
-    STANDBY_FILE,
     Origin,
     StandbyPhase,
     StandbyState,
@@ -84,7 +83,7 @@ STAGED = ".next"
 """In a standby's directory: what is being restored beside it."""
 REPLACED = ".old"
 """In a standby's directory: what that replaced."""
-PARTS = (FILES, names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE)
+PARTS = (names.REPLAYED, names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE)
 POLL_SECONDS = 0.25
 """Between two looks for the next object: half of what may be added to the owner's own interval, with room for the answer."""
 GAP_SECONDS = 10.0
@@ -520,7 +519,7 @@ class Standby:
 
     def _take_over(self) -> None:
         state = self._state
-        self._remove(FILES)
+        self._remove(names.REPLAYED)
         origin = Origin(
             store_id=state.store_id,
             url=self._bucket.url,
@@ -543,7 +542,7 @@ class Standby:
         ) as store:
             hit("standby.taken_over")
             open_written(store)  # readers see what is published, and the tail of the WAL is not yet
-        self._disk.remove(os.path.join(self.path, STANDBY_FILE))
+        self._disk.remove(os.path.join(self.path, names.STANDBY))
         self._disk.sync_dir(self.path)
         self.close()
 
