@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 STORE  ?= ./quire-data
-JOBS   ?= 4
+JOBS   ?= 3
 NAME   ?=
 ARGS   ?=
 BUILD  ?= build
