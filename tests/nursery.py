@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import signal
 import socket
@@ -159,6 +160,14 @@ class Nursery:
             ours.close()
             raise
         return Child(self, pid, Line(ours, self._timeout))
+
+    def is_killed(self, told: dict[str, str]) -> bool:
+        """Have a child do what it is told, as JSON, to its end; whether something killed it."""
+        with self.spawn() as child:
+            child.line.send(json.dumps(told).encode())
+            while child.line.receive() is not None:
+                pass
+            return child.wait() == -signal.SIGKILL
 
     def errors(self) -> str:
         """What the nursery and its children have written to stderr."""

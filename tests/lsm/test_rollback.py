@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,12 +125,8 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
         later = content(store)
     with Nursery("tests.lsm.killed_rollback:run", warm_up="tests.sqlite.killed:warm_up") as nursery:
         for point in POINTS:
-            with nursery.spawn() as child:
-                child.line.send(json.dumps({"root": str(root), "failpoints": f"{point}=kill"}).encode())
-                while child.line.receive() is not None:
-                    pass
-                if child.wait() == -signal.SIGKILL:
-                    killed.add(point)
+            if nursery.is_killed({"root": str(root), "failpoints": f"{point}=kill"}):
+                killed.add(point)
             with quire.open(root, settings=SETTINGS) as store:
                 assert_clean(store.manifest)
                 kept = [info.name for info in store.manifest.snapshots.of("cart") if info.name != "monday"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from pathlib import Path
 
 import quire
@@ -40,12 +38,8 @@ def test_killed_at_every_step_of_a_rollback(tmp_path: Path) -> None:
     killed = set()
     with Nursery("tests.sqlite.killed_rollback:run", warm_up="tests.sqlite.killed:warm_up") as nursery:
         for point in POINTS:
-            with nursery.spawn() as child:
-                child.line.send(json.dumps({"root": str(root), "failpoints": f"{point}=kill"}).encode())
-                while child.line.receive() is not None:
-                    pass
-                if child.wait() == -signal.SIGKILL:
-                    killed.add(point)
+            if nursery.is_killed({"root": str(root), "failpoints": f"{point}=kill"}):
+                killed.add(point)
             with quire.open(root, settings=SETTINGS) as store:
                 assert_clean(store.manifest)
                 connection = store.sqlite("shop")
