@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import quire
 from quire.integrations import aio
+from tests.service.world import served
 
 ITEMS = sa.Table(
     "items", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("name", sa.String(20))
@@ -59,6 +60,22 @@ def test_an_engine_is_one_url_and_a_snapshot_another(tmp_path: Path, monkeypatch
     engine.dispose()
     assert names_of("quire:///store/shop") == []
     assert names_of("quire:///store/shop?at=monday") == ["coffee", "milk"]
+
+
+def test_a_database_of_a_server(tmp_path: Path) -> None:
+    with served(tmp_path / "store", "http://127.0.0.1:0") as (store, server):
+        address = server.address.removeprefix("http://")
+        url = f"quire+http://{address}/shop?token_file={tmp_path / 'store' / 'admin.token'}"
+        engine = sa.create_engine(url)
+        assert isinstance(engine.pool, sa.QueuePool)
+        fill(engine, "tea", "milk")
+        assert sa.inspect(engine).get_table_names() == ["items"]
+        engine.dispose()
+        store.snapshot("shop", "monday")
+        with store.sqlite("shop") as connection:
+            connection.execute("delete from items")
+        assert names_of(url) == []
+        assert names_of(f"quire+http://{address}/shop?at=monday") == ["tea", "milk"]
 
 
 def test_asyncio(tmp_path: Path) -> None:
@@ -147,7 +164,7 @@ def test_an_engine_over_the_network_uses_a_client(tmp_path: Path) -> None:
 
 
 def test_a_url_with_a_host_says_what_to_do() -> None:
-    with pytest.raises(sa.exc.ArgumentError, match="creator="):
+    with pytest.raises(sa.exc.ArgumentError, match=r"quire\+http://host"):
         sa.create_engine("quire://host:7448/shop")
 
 

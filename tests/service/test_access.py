@@ -144,7 +144,7 @@ def test_a_signed_token_allows_its_databases_and_nothing_else(owned: Store, sign
     for name in ("sessions", "secret"):
         owned.create(name, "lsm")
     with owned.serve(f"grpc://{LOCAL}") as server:
-        with connected(server.address, signed("shop", "clicks", "sessions")) as client:
+        with connected(server.address, signed("shop", "clicks", "sessions", "planned")) as client:
             assert client.server.role == "jwt"
             assert (client.path, client.objects_url) == ("", "")  # nothing of its business
             shop = client.sqlite("shop")
@@ -166,7 +166,7 @@ def test_a_signed_token_allows_its_databases_and_nothing_else(owned: Store, sign
                 lambda: client.drop("shop"),
                 lambda: client.snapshot("shop"),
                 lambda: client.lend(["shop"], 1),
-                lambda: client.sqlite("shop", create=True).execute("select 1"),
+                lambda: client.sqlite("planned", create=True).execute("select 1"),
             ]
             for call in refused:
                 with pytest.raises((quire.AccessDenied, dbapi.Error), match="token"):

@@ -172,3 +172,49 @@ def test_https_with_the_right_and_the_wrong_certificate(path: Path, tmp_path: Pa
         for wrong in (other, ""):
             with pytest.raises(quire.InvalidInput, match="not trusted"):
                 connected(server, path, tls_ca_file=wrong)
+
+
+def test_a_url_is_enough_for_dbapi(path: Path, client: Client) -> None:
+    url = f"{client.uri}/shop"
+    token = f"token_file={path / 'admin.token'}"
+    with dbapi.connect(f"{url}?{token}", isolation_level=None) as connection:
+        connection.execute("insert into t values (1)")
+    client.snapshot("shop", "monday")
+    connection.execute("insert into t values (2)")
+    connection.close()
+    for parameters, count in (
+        ("at=monday", 1),
+        ("mode=ro", 2),
+        ("mode=rw", 2),
+        ("", 2),
+    ):  # readers on loopback need no token
+        reader = dbapi.connect(f"{url}?{parameters}")
+        assert reader.execute("select count(*) from t").fetchone() == (count,)
+        with pytest.raises(dbapi.OperationalError, match="readonly"):
+            reader.execute("insert into t values (3)")
+        reader.close()
+    dbapi.connect(f"{client.uri}/new%20shop?{token}").close()
+    assert {info.name for info in client.databases()} == {"shop", "new shop"}
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        ("", "names no database"),
+        ("/", "names no database"),
+        ("/other?mode=rw", "no database has this name"),
+        ("/other", "needs the admin token"),
+        ("/shop?at=monday&epoch=3", "names one version"),
+        ("/shop?at=monday", "monday"),
+    ],
+)
+def test_a_url_that_names_nothing_is_refused(client: Client, rest: str, expected: str) -> None:
+    with pytest.raises(dbapi.OperationalError, match=expected) as caught:
+        dbapi.connect(client.uri + rest)
+    assert caught.value.sqlite_errorname == "SQLITE_CANTOPEN"
+
+
+def test_a_token_in_a_url_is_refused_without_repeating_it() -> None:
+    with pytest.raises(dbapi.OperationalError, match="token_file") as caught:
+        dbapi.connect("http://:secret@127.0.0.1:1/shop")
+    assert "secret" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""SQLAlchemy dialects: `quire:///store/shop?at=monday`, `quire+aiosqlite:///store/shop`.
+"""SQLAlchemy dialects: `quire:///store/shop?at=monday`, `quire+http://host:8080/shop`, `quire+aiosqlite:///store/shop`.
 
 To SQLAlchemy and Alembic they are SQLite (`dialect.name`), so types, DDL, `INSERT … ON CONFLICT` and batch migrations are those
 of SQLite. After three slashes a path is relative, after four it is absolute. Parameters of the URL that are sqlite3's
@@ -31,6 +31,8 @@ _OPTIONS = {
 }
 """Parameters of a URL that `connect` takes."""
 
+SERVER_SCHEMES = ("http", "https")
+
 
 def connect_arguments(url: URL) -> tuple[list[str], dict[str, Any]]:
     """What `connect` is called with."""
@@ -39,10 +41,14 @@ def connect_arguments(url: URL) -> tuple[list[str], dict[str, Any]]:
         util.coerce_kw_type(dict(url.query), name, kind, dest=options)
     rest = {name: value for name, value in url.query.items() if name not in _OPTIONS}
     query = f"?{urlencode(rest)}" if rest else ""
+    scheme = url.get_driver_name()
+    if scheme in SERVER_SCHEMES:
+        options.setdefault("check_same_thread", False)
+        address = URL.create(scheme, host=url.host, port=url.port, username=url.username, password=url.password)
+        return [f"{address.render_as_string(False)}/{quote(url.database or '')}{query}"], options
     if url.host:
         raise ArgumentError(
-            f"a URL names a path, not the host {url.host!r}: quire:///store/shop; for a server on another machine use "
-            "create_engine('quire://', creator=…) with quire.connect (docs/integrations.md)"
+            f"a URL names a path, not the host {url.host!r}: quire:///store/shop; a server is quire+http://{url.host}/shop"
         )
     if not url.database or url.database == ":memory:":
         return [":memory:"], options
@@ -64,6 +70,20 @@ class QuireDialect(SQLiteDialect_pysqlite):
     def create_connect_args(self, url: URL) -> Any:
         """From the engine's URL."""
         return connect_arguments(url)
+
+
+class QuireHttpDialect(QuireDialect):
+    """`quire+http://`: a database of a server, `quire serve --http`."""
+
+    driver = "http"
+    supports_statement_cache = True
+
+
+class QuireHttpsDialect(QuireDialect):
+    """`quire+https://`: the same with TLS."""
+
+    driver = "https"
+    supports_statement_cache = True
 
 
 class _AsyncModule(AsyncAdapt_aiosqlite_dbapi):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 
-from quire.core.errors import AccessDenied, InvalidInput
+from quire.core.errors import AccessDenied, InvalidInput, UnknownDatabase
 from quire.service import sql_actions as s
 from quire.service.api import CallContext, StoreApi
 from quire.service.client_holdings import Holdings
@@ -43,11 +43,16 @@ class SqlHandlers:
 
     def do_sql_open(self, request: s.OpenSql, call: CallContext) -> str:
         may_write = call.grant.may(request.name, write=True)
-        if request.create and not call.grant.is_admin:
-            raise AccessDenied("to create a database needs the admin token", hint="connect without create=True")
         timeout = min(max(request.timeout, 0.0), TIMEOUT_SECONDS_MAX)
         version = None if request.version is None else _version(*request.version)
-        connection = self._store.sqlite(request.name, at=version, create=request.create, timeout=timeout)
+        creates = request.create and call.grant.is_admin
+        try:
+            connection = self._store.sqlite(request.name, at=version, create=creates, timeout=timeout)
+        except UnknownDatabase:
+            if request.create and not creates:
+                hint = "show the store's admin.token, or create the database there with `quire create`"
+                raise AccessDenied("creating a database needs the admin token", hint=hint, name=request.name) from None
+            raise
         reads_only = version is None and (request.read_only or not may_write)
         settings = self._store.settings.service
         if call.is_local:

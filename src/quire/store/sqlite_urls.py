@@ -2,13 +2,15 @@
 
     path of a store and a database in it    dir/shop
     the same as a URL, with parameters      quire:///dir/shop?at=monday
+    a database of a server                  http://host:8080/shop?token_file=admin.token
     a URI of SQLite's, with `uri=True`      file:dir/shop?mode=ro
     a database in memory, as SQLite's       :memory:, an empty name, file:…?mode=memory
 
 A URL's path is relative after three slashes and absolute after four, as in SQLAlchemy's and Django's URLs. Parameters:
 `at` (a snapshot's name, an epoch or a time), `epoch` (an lsn), `time` (a time): that version, to be read; `mode=ro`: to be
 read; `mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing. `functions=django`:
-with functions for SQL that a package brings along, also through a server.
+with functions for SQL that a package brings along, also through a server. `token_file` and `tls_ca_file` are those of
+`quire.connect`, which also says which addresses there are.
 
 A store that another process owns is reached through its server. If it has none, `connect` waits for one, or for the owner to
 close the store, as long as SQLite waits for a lock: `timeout`.
@@ -24,12 +26,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from urllib.parse import parse_qsl, unquote
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, QuireError, StoreLocked
+from quire.core.lazy import lazy_names
 from quire.core.time_parsing import parse_moment
 from quire.durable import names
 from quire.durable.locks import is_held
@@ -42,12 +46,17 @@ from quire.store.opening import open as open_store
 from quire.store.shared_stores import acquire, acquire_for_reading
 from quire.store.store import Mode, Store
 
+if TYPE_CHECKING:
+    from quire.service.client import Client
+
 SCHEME = "quire:"
+NETWORK_SCHEMES = ("http://", "https://", "grpc://", "grpc+tls://")
 SQLITE_CANTOPEN, SQLITE_BUSY = 14, 5
 RETRY_SECONDS = 0.05
 _HEADER = b"SQLite format 3\0"
 _holding = threading.Lock()
 _held: dict[str, Store] = {}
+_load, _ = lazy_names(__name__, {"connect": "quire.service.client"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +64,17 @@ class DatabasePath:
     """A database of a store, and which version of it."""
 
     root: str
+    """The store's directory, or the address of its server."""
     name: str
     at: str | int | datetime | None = None
     mode: str = "rwc"
     functions: tuple[str, ...] = ()
+    token_file: str = field(default="", repr=False)
+    tls_ca_file: str = field(default="", repr=False)
+
+    @property
+    def is_remote(self) -> bool:
+        return self.root.startswith(NETWORK_SCHEMES)
 
     @property
     def is_read_only(self) -> bool:
@@ -74,7 +90,11 @@ def parse(database: str, *, uri: bool) -> DatabasePath | None:
     DatabasePath(root='/data', name='shop', at=None, mode='rwc', functions=())
     >>> parse("file:/data/shop?mode=ro", uri=True).is_read_only, parse(":memory:", uri=False)
     (True, None)
+    >>> parse("http://host:8080/shop?epoch=4711", uri=False)
+    DatabasePath(root='http://host:8080', name='shop', at=4711, mode='rwc', functions=())
     """
+    if database.startswith(NETWORK_SCHEMES):
+        return _parse_remote(database)
     parameters: dict[str, str] = {}
     path = database
     if database.startswith(SCHEME) or (uri and database.startswith("file:")):
@@ -87,8 +107,30 @@ def parse(database: str, *, uri: bool) -> DatabasePath | None:
     if not name:
         raise InvalidInput("the path names no database", hint="as in dir/shop: the store, and the database", path=path)
     mode = "ro" if parameters.get("immutable") in ("1", "true") else parameters.get("mode", "rwc")
-    functions = tuple(filter(None, parameters.get("functions", "").split(",")))
-    return DatabasePath(root or ".", name, _version(parameters), mode, functions)
+    return DatabasePath(root or ".", name, _version(parameters), mode, _functions(parameters))
+
+
+def _parse_remote(url: str) -> DatabasePath:
+    parts = urlsplit(url)
+    parameters = dict(parse_qsl(parts.query, keep_blank_values=True))
+    name = unquote(parts.path.strip("/"))
+    if not name or not parts.hostname:
+        raise InvalidInput("the URL names no database", hint="as in http://host:8080/shop", url=url)
+    if "@" in parts.netloc:
+        raise InvalidInput("the URL holds a token", hint="write it into a file: http://host:8080/shop?token_file=PATH")
+    return DatabasePath(
+        f"{parts.scheme}://{parts.netloc}",
+        name,
+        _version(parameters),
+        parameters.get("mode", "rwc"),
+        _functions(parameters),
+        parameters.get("token_file", ""),
+        parameters.get("tls_ca_file", ""),
+    )
+
+
+def _functions(parameters: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(filter(None, parameters.get("functions", "").split(",")))
 
 
 def _path_of(location: str, ours: bool) -> str:
@@ -125,6 +167,8 @@ def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:
         wanted = parse(database, uri=uri)
         if wanted is None:
             return LocalDriver(memory.connect(database, uri=uri, timeout=timeout))
+        if wanted.is_remote:
+            return through_server(wanted, timeout)
         _refuse(wanted)
         return _open_or_wait(wanted, timeout)
     except StoreLocked as error:
@@ -205,7 +249,7 @@ def _beside_owner(wanted: DatabasePath, timeout: float) -> Driver:
 
 def through_server(wanted: DatabasePath, timeout: float) -> Driver:
     """The driver of a connection to the server that owns the store."""
-    client = find_owner(wanted.root)
+    client = _client_of(wanted)
     if client is None:
         raise StoreLocked(
             "another process owns the store, and does not serve it",
@@ -217,14 +261,22 @@ def through_server(wanted: DatabasePath, timeout: float) -> Driver:
         return client.sqlite_driver(
             wanted.name,
             at=wanted.at,
-            create=wanted.mode == "rwc",
+            create=wanted.mode == "rwc" and wanted.at is None,
             timeout=timeout,
+            read_only=wanted.mode == "ro",
             functions=wanted.functions,
             close=client.close,
         )
     except BaseException:
         client.close()
         raise
+
+
+def _client_of(wanted: DatabasePath) -> Client | None:
+    if not wanted.is_remote:
+        return find_owner(wanted.root)
+    client: Client = _load("connect")(wanted.root, token_file=wanted.token_file, tls_ca_file=wanted.tls_ca_file)
+    return client
 
 
 def _refuse(wanted: DatabasePath) -> None:
