@@ -29,7 +29,7 @@ done
 
 LINES = {
     "quire snap": ["snapshot"],
-    "quire snapshot ''": ["create", "ls", "show", "drop", "diff"],
+    "quire snapshot ''": ["create", "ls", "show", "drop", "undrop", "diff"],
     "quire snapshot ls ''": ["clicks", r"my\ shop", "shop"],
     "quire snapshot show shop ''": ["monday"],
     "quire snapshot diff shop mon": ["monday"],

@@ -54,7 +54,8 @@ IN_ORDER = (
     "restore-store",
     "namespace create", "namespace ls", "namespace drop", "token create",
     "mirror create", "mirror run", "mirror status", "mirror ls", "mirror drop",
-    "snapshot drop", "db set", "db set-status", "drop", "undrop", "rename", "serve", "tour", "completion",
+    "snapshot drop", "snapshot undrop", "snapshot drop",
+    "db set", "db set-status", "drop", "undrop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
 """What a person would do in a new store."""
 

@@ -37,7 +37,7 @@ def test_the_commands_are_these() -> None:
         "evict", "hydrate", "restore", "backup", "restore-db", "verify", "stats", "metrics", "gc", "audit", "restore-store",
         "standby", "promote", "clone", "takeover", "serve", "token create", "doctor", "tour", "completion",
         "db set-status", "db set",
-        "snapshot create", "snapshot ls", "snapshot show", "snapshot drop", "snapshot diff", "sqlite import",
+        "snapshot create", "snapshot ls", "snapshot show", "snapshot drop", "snapshot undrop", "snapshot diff", "sqlite import",
         "sqlite export", "sqlite follow", "sqlite unfollow", "sqlite shell",
         "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair", "kv backup",
         "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",

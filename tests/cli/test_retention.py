@@ -149,7 +149,7 @@ def test_apply_asks_and_drops_what_the_plan_said(run: Run, kept: Path) -> None:
 
 
 def test_the_last_snapshots_go_only_by_force(run: Run, kept: Path) -> None:
-    run("snapshot", "drop", "shop", "monday", "--yes")
+    run("snapshot", "drop", "shop", "monday", "--now", "--yes")
     run("retention", "set", "shop", "--no-keep-named", "--keep", "1s")
     time.sleep(1.1)  # now the youngest is older than that
     refused = run("retention", "apply", "shop", "--yes")

@@ -106,7 +106,9 @@ def test_a_program_may_call_a_snapshot_by_a_number_and_people_drop_it(run: Run, 
         store.snapshot("shop", "1")
         store.snapshot("shop", "#1")
     assert run("snapshot", "drop", "shop", "1", "--yes").out.startswith("dropped snapshot 1 (id 2) of shop")
-    assert run("snapshot", "drop", "shop", "#1", "--yes").out.startswith("dropped snapshot monday (id 1) of shop")
+    assert run("snapshot", "drop", "shop", "#1", "--now", "--yes").out.startswith(
+        "dropped snapshot monday (id 1) of shop"
+    )
     assert run("snapshot", "drop", "shop", "#1", "--yes").out.startswith("dropped snapshot #1 (id 3) of shop")
 
 
@@ -124,13 +126,19 @@ def test_a_snapshot_is_found_by_name_first_then_by_id(run: Run, shop: Path) -> N
 def test_drop_asks_and_says_what_goes(run: Run, shop: Path) -> None:
     refused = run("snapshot", "drop", "shop", "monday", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
-    assert refused.err == "drop snapshot monday (id 1) of shop, which holds nothing exclusively? [y/N] "
-    assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == {"dropped": None, "share": None}
+    question = "drop snapshot monday (id 1) of shop, which holds nothing exclusively"
+    assert refused.err == f"{question}, unless it is brought back? [y/N] "
+    assert run("snapshot", "drop", "shop", "monday", "--now", answer="n\n").err == f"{question}? [y/N] "
+    nothing = {"dropped": None, "until_ms": None, "share": None}
+    assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == nothing
     nobody = run("snapshot", "drop", "shop", "monday", answer="")
     assert (nobody.code, nobody.out) == (2, "")
     assert "use `--yes` to skip the question" in nobody.err
     assert len(run("snapshot", "ls", "shop", "--json").data) == 1
-    assert run("snapshot", "drop", "shop", "monday", answer="y\n").out == "dropped snapshot monday (id 1) of shop\n"
+    assert (
+        run("snapshot", "drop", "shop", "monday", "--now", answer="y\n").out
+        == "dropped snapshot monday (id 1) of shop\n"
+    )
     twice = run("snapshot", "drop", "shop", "monday", "--yes")
     assert (twice.code, "`quire snapshot ls shop`" in twice.err) == (3, True)
 
@@ -139,10 +147,10 @@ def test_drop_of_what_only_it_holds_names_the_bytes(run: Run, shop: Path) -> Non
     """A pinned WAL segment that the database has absorbed is the snapshot's alone."""
     run("snapshot", "create", "shop", "pinned")
     assert run("checkpoint", "shop").code == 0
-    asked = run("snapshot", "drop", "shop", "pinned", answer="n\n").err
+    asked = run("snapshot", "drop", "shop", "pinned", "--now", answer="n\n").err
     assert "and delete 1 WAL segment (" in asked
     assert "that only it holds? [y/N]" in asked
-    ended = run("snapshot", "drop", "shop", "pinned", "--yes", "--json").data
+    ended = run("snapshot", "drop", "shop", "pinned", "--now", "--yes", "--json").data
     assert (ended["dropped"]["name"], ended["share"]["wal_segments"], ended["share"]["artifacts"]) == ("pinned", 1, 1)
     waiting = run("gc", "--dry-run", "--json").data["waiting"]
     assert (
@@ -390,3 +398,21 @@ def test_a_key_value_set_is_rolled_back_to_a_snapshot(run: Run, path: Path) -> N
     assert "one of its snapshots" in run("rollback", "cart", "--to", "1h").err
     with quire.open(path, "r") as store:
         assert dict(store.kv("cart").scan()) == {b"ann": b"1"}
+
+
+def test_a_dropped_snapshot_is_listed_brought_back_and_freed(run: Run, shop: Path) -> None:
+    (kept,) = run("snapshot", "ls", "shop", "--json").data
+    dropped = run("snapshot", "drop", "shop", kept["name"], "--yes")
+    assert f"`quire snapshot undrop shop {kept['name']}` brings it back until" in dropped.out
+    assert f"dropped, was {kept['name']}, expires" in run("snapshot", "ls", "shop").out
+    assert "brings it back" in run("why", f"shop@{kept['snapshot_id']}").out
+    assert run("snapshot", "undrop", "shop", kept["name"], "--json").data == kept
+    assert run("snapshot", "undrop", "shop", kept["name"]).code == 3
+    data = run("snapshot", "drop", "shop", kept["name"], "--yes", "--json").data
+    assert data["until_ms"] > 0
+    again = run("snapshot", "drop", "shop", f"#{kept['snapshot_id']}", "--yes")
+    assert (again.code, "--now" in again.err) == (3, True)
+    data = run("snapshot", "drop", "shop", f"#{kept['snapshot_id']}", "--now", "--yes", "--json").data
+    assert data["until_ms"] is None
+    assert run("snapshot", "ls", "shop", "--json").data == []
+    assert "snapshot undropped" in run("audit", "shop").out

@@ -63,7 +63,7 @@ def test_snapshots_that_nobody_has_made_say_what_they_are_for(run: Run, shop: Pa
 
 
 def test_a_fork_of_a_snapshot_that_is_gone(run: Run, family: Path) -> None:
-    run("snapshot", "drop", "shop", "monday", "--yes")
+    run("snapshot", "drop", "shop", "monday", "--now", "--yes")
     assert "├── then  id 3, dropped, forked WHEN from snapshot #1, dropped" in drawn(run("tree").out)
 
 

@@ -237,7 +237,7 @@ def test_commands_that_release_quote_what_the_shell_would_split(run: Run, path: 
     run("create", "my shop")
     run("snapshot", "create", "my shop", "last monday")
     (holder,) = answer(run, "my shop")["holders"]
-    assert holder["release"] == "quire snapshot drop 'my shop' 'last monday'"
+    assert holder["release"] == "quire snapshot drop 'my shop' 'last monday' --now"
 
 
 def test_every_file_of_a_store_in_use_is_explained(run: Run, everything: Path, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_files_of_a_key_value_snapshot_are_kept_by_it(run: Run, everything: Path
     assert paths
     for path in paths:
         assert held(run, str(path)) == [("snapshot", "cart@full")]
-    assert run("snapshot", "drop", "cart", "full", "--yes").code == 0
+    assert run("snapshot", "drop", "cart", "full", "--now", "--yes").code == 0
     left = Path(str(paths[0]))  # as an owner leaves it that was killed before it swept
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"left")
@@ -311,7 +311,7 @@ def test_a_snapshot_as_it_is_printed(run: Run, shop: Path) -> None:
     assert found["size_bytes"] == shown["chunk_bytes"] + shown["wal_bytes"] > 0
     assert answer(run, "shop@#1") == answer(run, "shop@1") == found
     (holder,) = found["holders"]
-    assert holder["release"] == "quire snapshot drop shop monday"
+    assert holder["release"] == "quire snapshot drop shop monday --now"
     assert run(*holder["release"].split()[1:], "--yes").code == 0
     gone = run("why", "shop@monday")
     assert (gone.code, "quire snapshot ls shop" in gone.err) == (3, True)

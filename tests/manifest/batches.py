@@ -58,7 +58,14 @@ from quire.manifest.ops.mirrors import AdoptMirrorBatch, BeginMirrorBatch, DropM
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
-from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import (
+    DropSnapshot,
+    ExtendSnapshot,
+    ForkDb,
+    PublishSnapshot,
+    SoftDropSnapshot,
+    UndropSnapshot,
+)
 from quire.manifest.ops.timeline import Timeline
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.reads import ReadTxn
@@ -317,6 +324,10 @@ class BatchMaker:
         found = self._any([key for key, _ in txn.scan(t.SNAPSHOT_INDEX)])
         if found and self._chance(5):
             return [ExtendSnapshot(found[0], found[1], self.rng.randint(0, 1 << 41))]
+        if found and self._chance(3):
+            name = self.rng.choice(("", *self.NAMES))
+            later = SoftDropSnapshot(found[0], found[1], self.rng.randint(0, 1 << 41))
+            return [later] if self._chance(2) else [UndropSnapshot(found[0], found[1], name)]
         return [DropSnapshot(*found)] if found and not self._chance(10) else [DropSnapshot(self._db(txn), 1)]
 
     def fork(self, txn: ReadTxn) -> list[Op]:

@@ -83,7 +83,14 @@ from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.registry import OPS
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
-from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import (
+    DropSnapshot,
+    ExtendSnapshot,
+    ForkDb,
+    PublishSnapshot,
+    SoftDropSnapshot,
+    UndropSnapshot,
+)
 from quire.manifest.ops.timeline import Timeline
 from quire.manifest.ops.wal import (
     AdvanceCheckpoint,
@@ -271,6 +278,8 @@ def story() -> Iterator[Op]:
     )
     yield RemoveArtifact(1, ArtifactKind.BASE, 0, 1)
     yield PublishSnapshot(1, 1, SnapshotKind.NAMED, "first", 39, expires_at_ms=1)
+    yield PublishSnapshot(1, 2, SnapshotKind.NAMED, "second", 39)
+    yield from (SoftDropSnapshot(1, 2, 9), UndropSnapshot(1, 2, "back"), DropSnapshot(1, 2))
     yield PutDelta(1, 0, 3, 1, 1, DeltaRecord(2, local, 1, 0, namespace_id=1))
     yield UpdateArtifact(1, ArtifactKind.DELTA, 0, 3, 1, verify_state=VerifyState.VERIFIED)
     chain = (Link(ArtifactKind.BASE, 1, 2, 9), Link(ArtifactKind.DELTA, 1, 3, 12, 1))

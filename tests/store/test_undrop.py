@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.core.errors import DatabaseTombstoned, NameTaken, StillReferenced, UnknownDatabase
+from quire.core.errors import DatabaseTombstoned, NameTaken, StillReferenced, UnknownDatabase, UnknownSnapshot
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
 from tests.nursery import Line, Nursery
@@ -183,3 +183,71 @@ def test_killed_at_a_step_it_is_there_or_can_be_brought_back(tmp_path: Path) -> 
                     rows = contents(store)[0]
                     assert rows.count(("more",)) == 2 * number + hits + 1, "every commit that was acknowledged"
                     assert_clean(store.manifest)
+
+
+def test_a_snapshot_comes_back_as_it_was(store: quire.Store) -> None:
+    before = store.manifest.snapshots.get("shop", "monday")
+    with store.kv("prices") as prices:
+        store.snapshot("prices", "monday", tags={"by": "ann"})
+        prices.put(b"pen", b"9")
+    for name in ("shop", "prices"):
+        store.drop_snapshot(name, "monday", undoable=True)
+        with pytest.raises(UnknownSnapshot):
+            store.manifest.snapshots.get(name, "monday")
+        with pytest.raises(UnknownSnapshot, match="no dropped snapshot"):
+            store.undrop_snapshot(name, "tuesday")
+    store.maintain()  # the policy of `shop` keeps one snapshot: what was dropped is not counted, and stays
+    assert store.undrop_snapshot("shop", "monday") == before
+    assert store.undrop_snapshot("prices", "monday").tags == {"by": "ann"}
+    connection = store.sqlite("shop", at="monday")
+    assert connection.execute("select name from item").fetchall() == [("pen",)]
+    connection.close()
+    store.fork("prices", "prices-of-monday", at="monday")
+    with store.kv("prices-of-monday") as prices:
+        assert prices.get(b"pen") == b"3"
+    with pytest.raises(UnknownSnapshot):
+        store.undrop_snapshot("shop", "monday")
+
+
+def test_the_name_of_a_dropped_snapshot_is_free(store: quire.Store) -> None:
+    first = store.drop_snapshot("shop", "monday", undoable=True)
+    second = store.snapshot("shop", "monday")
+    with pytest.raises(NameTaken, match="snapshot of this name"):
+        store.undrop_snapshot("shop", "monday")
+    store.drop_snapshot("shop", "monday", undoable=True)
+    assert store.undrop_snapshot("shop", "monday").snapshot_id == second.snapshot_id  # the last one of this name
+    assert store.undrop_snapshot("shop", f"#{first.snapshot_id}", new_name="older").name == "older"
+    assert [info.name for info in store.manifest.snapshots.of("shop")] == ["older", "monday"]
+
+
+def test_a_dropped_snapshot_goes_when_its_day_is_over_and_with_its_database(tmp_path: Path) -> None:
+    clock = ManualClock(1_700_000_000_000)
+    with quire.open(tmp_path / "store", settings=QUIET, clock=clock) as store:
+        fill(store)
+        store.manifest.retention.set("shop", None)
+        store.drop_snapshot("shop", "monday", undoable=True)
+        clock.advance(DAY_MS / 1000 - 1)
+        store.maintain()
+        assert store.undrop_snapshot("shop", "monday").name == "monday"
+        store.drop_snapshot("shop", "monday", undoable=True)
+        clock.advance(DAY_MS / 1000 + 1)
+        store.maintain()
+        assert store.manifest.snapshots.of("shop") == []
+        store.drop_snapshot("shop", store.snapshot("shop").snapshot_id, undoable=True)
+        store.drop("shop")  # what is only waiting to go does not keep its database
+        assert_clean(store.manifest)
+
+
+def test_a_snapshot_that_ends_by_itself_is_dropped_for_good(store: quire.Store) -> None:
+    lent = store.manifest.snapshots.publish("shop", tags={"by": "lend"}, expires_at_ms=1 << 42)
+    store.drop_snapshot("shop", lent.snapshot_id, undoable=True)
+    assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday"]
+
+
+def test_a_client_drops_a_snapshot_and_brings_it_back(store: quire.Store) -> None:
+    with store.serve() as server, quire.connect(server.address) as client:
+        assert client.drop_snapshot("shop", "monday", undoable=True).name == "monday"
+        assert client.undrop_snapshot("shop", "monday", new_name="tuesday").name == "tuesday"
+        assert client.drop_snapshot("shop", "tuesday").name == "tuesday"
+        with pytest.raises(UnknownSnapshot):
+            client.undrop_snapshot("shop", "tuesday")

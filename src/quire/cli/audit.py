@@ -24,6 +24,7 @@ WORDS = {
     "forked_from": "forked from",
     "database_dropped": "database dropped",
     "database_undropped": "database undropped",
+    "snapshot_undropped": "snapshot undropped",
     "found_damaged": "found damaged",
     "rolled_back": "rolled back; before it",
 }

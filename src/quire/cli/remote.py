@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "stores": ("create", "drop", "undrop", "rename"),
-    "snapshots": ("create", "drop", "fork", "rollback", "diff"),
+    "snapshots": ("create", "drop", "undrop", "fork", "rollback", "diff"),
     "retention": ("set_", "clear", "apply"),
     "checkpoint": ("checkpoint", "merge", "evict", "hydrate", "restore"),
     "verify": ("verify",),

@@ -1,4 +1,4 @@
-"""Commands about versions: snapshot create, ls, show, drop and diff; fork; rollback.
+"""Commands about versions: snapshot create, ls, show, drop, undrop and diff; fork; rollback.
 
 Rules
   1. Looking needs a reader; making and dropping need the owner.
@@ -33,6 +33,7 @@ from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import artifact_bytes
+from quire.manifest.ops.snapshots import DROPPED_TAG
 from quire.manifest.records import WalState
 from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
 from quire.store.exclusive_artifacts import snapshots_share
@@ -191,18 +192,57 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
 
 
 @command("drop", group, example="quire snapshot drop shop monday --yes")
-def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note:
-    """Drop a snapshot. Data that only it refers to is deleted after a minute or more."""
+def drop(
+    cli: Cli,
+    database: Database,
+    snapshot: Snapshot,
+    now: Annotated[bool, Option("--now", help="Permanently; also for one dropped before.")] = False,
+    yes: Yes = False,
+) -> Note:
+    """Drop a snapshot. Its name can be reused at once; `quire snapshot undrop` restores it within a day.
+
+    Data that only it refers to is deleted after that day (maintenance.undrop_seconds), with --now after a minute or more.
+    """
     with cli.owner() as store:
         info = snapshot_named(store.manifest, database, snapshot)
         with store.manifest.read() as txn:
             share = snapshots_share(txn, info.db_id, [info.snapshot_id])
         if not yes:
-            question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}?"
-            confirm(question, "nothing was dropped", {"dropped": None, "share": None})
-        store.manifest.snapshots.drop(info.db_id, info.snapshot_id)
-    text = f"dropped snapshot {title_of(info)} of {database}{share_later(share)}"
-    return Note(text=text, data={"dropped": snapshot_json(info, database), "share": share_json(share)})
+            unless = "" if now else ", unless it is brought back"
+            question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}{unless}?"
+            confirm(question, "nothing was dropped", {"dropped": None, "until_ms": None, "share": None})
+        store.drop_snapshot(info.db_id, info.snapshot_id, undoable=not now)
+        left = next(
+            (kept for kept in store.manifest.snapshots.of(info.db_id) if kept.snapshot_id == info.snapshot_id), None
+        )
+    until_ms = left.expires_at_ms if left is not None else None
+    later = share_later(share) if until_ms is None else _can_return(database, info, until_ms)
+    return Note(
+        text=f"dropped snapshot {title_of(info)} of {database}{later}",
+        data={"dropped": snapshot_json(info, database), "until_ms": until_ms, "share": share_json(share)},
+    )
+
+
+def _can_return(database: str, info: SnapshotInfo, until_ms: int) -> str:
+    name = shlex.quote(info.name or f"#{info.snapshot_id}")
+    return f"; `quire snapshot undrop {shlex.quote(database)} {name}` brings it back until {moment(until_ms)}"
+
+
+@command("undrop", group, example="quire snapshot undrop shop monday")
+def undrop(
+    cli: Cli,
+    database: Database,
+    snapshot: Annotated[str, Argument(metavar="NAME", help="The snapshot's former name, or its id (#7).")],
+    new: Annotated[str, Option("--as", metavar="NEW", help="A new name.", show_default="its former name")] = "",
+) -> Note:
+    """Restore a dropped snapshot.
+
+    Of several with this name, the last one. `quire snapshot ls` lists them, as `dropped`.
+    """
+    need_no_number(new)
+    with cli.keeper() as store:
+        back = store.undrop_snapshot(database, snapshot, new_name=new)
+    return Note(text=f"restored snapshot {title_of(back)} of {database}", data=snapshot_json(back, database))
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -350,15 +390,18 @@ def _slot_cells(slot: SlotDiff) -> list[str]:
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def about(snapshot: SnapshotInfo) -> str:
     """What an automatic snapshot is for, when a snapshot expires, and its tags."""
-    tags = {key: value for key, value in snapshot.tags.items() if key != WINDOW_TAG and LENT_TAGS.get(key) != value}
+    own = {WINDOW_TAG, DROPPED_TAG}
+    tags = {key: value for key, value in snapshot.tags.items() if key not in own and LENT_TAGS.get(key) != value}
     expires = f"expires {moment(snapshot.expires_at_ms)}" if snapshot.expires_at_ms else ""
     return ", ".join(filter(None, (purpose(snapshot.tags), expires, tags_text(tags))))
 
 
 def purpose(tags: Mapping[str, str]) -> str:
-    """What a snapshot that no person created is for; empty for any other."""
+    """What a snapshot that no person keeps is for; empty for any other."""
     if tags.items() >= LENT_TAGS.items():
         return "held by a query (Spark or another reader)"
+    if DROPPED_TAG in tags:
+        return f"dropped, was {tags[DROPPED_TAG]}" if tags[DROPPED_TAG] else "dropped"
     return "for time travel" if WINDOW_TAG in tags else ""
 
 

@@ -103,7 +103,7 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Copies that only snapshots and readers of chunks need leave the disk for the object store when they are this old: WAL
     segments since they were sealed, what was hydrated since it was fetched (at most `jobs_keep_seconds`); 0: never."""
     undrop_seconds: float = 86_400.0
-    """How long a database that a person has dropped can be brought back (`quire undrop`); 0: not at all."""
+    """How long a person can bring back a database or a snapshot that was dropped (`quire undrop`); 0: not at all."""
     delete_grace_seconds: float = 60.0
     """Bytes stay this long after their last reference went (M8)."""
     jobs_keep_seconds: float = 7 * 86_400.0
@@ -587,7 +587,7 @@ object_store = "{object_store}"
 # runner = "auto"              # who does the heavy part of jobs: threads, spark, or auto by their size
 # time_travel_seconds = 0.0    # how far back every version of a page database can be opened
 # evict_seconds = 0.0          # copies that only snapshots need leave the disk for the object store at this age; 0: never
-# undrop_seconds = 86400.0     # a dropped database can be brought back for so long
+# undrop_seconds = 86400.0     # what a person has dropped can be brought back for so long
 # delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
 
 [pages]

@@ -188,6 +188,8 @@ TOUCHES: dict[type[Op], Touches] = {
         t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.DB, t.AUDIT, t.METRICS, t.GC_REFCOUNTS, databases=_pinned("db_id")
     ),
     snaps.DropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, t.METRICS, *_COUNTS, databases=_DB),
+    snaps.SoftDropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, databases=_DB),
+    snaps.UndropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, databases=_DB),
     snaps.ExtendSnapshot: _touches(t.SNAPSHOT_INDEX, databases=_DB),
     snaps.ForkDb: _touches(
         t.DB,

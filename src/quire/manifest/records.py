@@ -344,6 +344,7 @@ class AuditAction(IntEnum):
     FOUND_DAMAGED = 10
     ROLLED_BACK = 11
     DATABASE_UNDROPPED = 12
+    SNAPSHOT_UNDROPPED = 13
 
 
 class AuditRecord(Record, frozen=True):

@@ -32,7 +32,7 @@ from quire.core.events import emit
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetRetention
-from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
 from quire.manifest.records import RetentionRecord, SnapshotKind
 from quire.manifest.schedules import BUCKETS, bucket, parse_schedule
 from quire.manifest.snapshots import SnapshotInfo
@@ -51,10 +51,13 @@ WINDOW = "for time travel"
 LENT = "lent to a reader"
 """Why a snapshot stays that the service has made for somebody who reads, until its time is over."""
 
+DROPPED = "dropped, can be brought back"
+"""Why a snapshot stays that a person has dropped, until its time is over."""
+
 LENT_TAGS = {"by": "lend"}
 """The tags that such a snapshot carries."""
 
-OWN_TIME = (WINDOW, LENT)
+OWN_TIME = (WINDOW, LENT, DROPPED)
 
 WINDOW_TAG = "time-travel"
 """The tag that such a snapshot carries: `window`, or `reader` if it keeps the version of a reader that was set aside."""
@@ -149,6 +152,7 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
     why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
     why |= {info.snapshot_id: LENT for info in snapshots if is_lent(info)}
+    why |= {info.snapshot_id: DROPPED for info in snapshots if is_dropped(info)}
     out = expired | why.keys()
     living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):

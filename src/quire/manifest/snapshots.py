@@ -33,7 +33,15 @@ from quire.manifest.differences import View, compare, read_leaves
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.ops.refs import artifact_bytes
-from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import (
+    DROPPED_TAG,
+    DropSnapshot,
+    ForkDb,
+    PublishSnapshot,
+    SoftDropSnapshot,
+    UndropSnapshot,
+    is_dropped,
+)
 from quire.manifest.ops.timeline import SKIPPED_SNAPSHOTS
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
@@ -218,6 +226,32 @@ class Snapshots:
             [DropSnapshot(info.db_id, info.snapshot_id), *self._manifest.jobs.deletions(origins)]
         ).result()
         return info
+
+    @changes
+    def soft_drop(self, db: int | str, snapshot: int | str, *, until_ms: int) -> SnapshotInfo:
+        """Drop a snapshot so that `undrop` can bring it back until then; the snapshot as it was. One that expires by itself
+        is dropped for good."""
+        info = self.get(db, snapshot)
+        if is_dropped(info):
+            hint = "`quire snapshot drop --now` drops it for good"
+            raise UnknownSnapshot("the snapshot was dropped before", hint=hint, snapshot_id=info.snapshot_id)
+        if info.expires_at_ms:
+            return self.drop(info.db_id, info.snapshot_id)
+        self._manifest.submit([SoftDropSnapshot(info.db_id, info.snapshot_id, until_ms)]).result()
+        return info
+
+    @changes
+    def undrop(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo:
+        """Bring a dropped snapshot back: the last one of this name, or by its id; under its former name or another."""
+        with self._manifest.read() as txn:
+            db_id, _ = txn.require_database(db)
+            dropped = [info for info in snapshots_of(txn, db_id) if is_dropped(info)]
+        for info in reversed(dropped):
+            if snapshot in (info.snapshot_id, f"#{info.snapshot_id}", info.tags[DROPPED_TAG] or None):
+                self._manifest.submit([UndropSnapshot(db_id, info.snapshot_id, new_name)]).result()
+                return self.get(db_id, info.snapshot_id)
+        hint = "`quire snapshot ls` lists those that can be brought back"
+        raise UnknownSnapshot("no dropped snapshot has this name", hint=hint, snapshot=str(snapshot))
 
     def origins(self, db_id: int, snapshot_ids: Iterable[int]) -> set[int]:
         """The databases that made what these snapshots hold: whose delete jobs have work when they go."""

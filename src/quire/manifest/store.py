@@ -49,7 +49,7 @@ from quire.manifest.ops.databases import (
     UpdateDbStatus,
 )
 from quire.manifest.ops.local import RecordMetric
-from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
 from quire.manifest.ownership import close_broken, next_ids, own
 from quire.manifest.reads import AuditEntry, ReadTxn, table_named
 from quire.manifest.records import (
@@ -311,8 +311,8 @@ class ManifestStore:
         """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
-            # Those of a window of time travel nobody has asked for by name: they go with their database.
-            held = [key[1] for key, row in kept if snapshots or WINDOW_TAG in row.tags]
+            # What no person keeps goes with its database: a window of time travel, what was dropped and could come back.
+            held = [key[1] for key, row in kept if snapshots or WINDOW_TAG in row.tags or is_dropped(row)]
             origins = {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
             origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
         origins |= self.snapshots.origins(db_id, held)
@@ -322,7 +322,8 @@ class ManifestStore:
     def soft_drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
         """Drop a database so that `undrop_db` can bring it back; one that has snapshots only if `snapshots` says so."""
         with self.read() as txn:
-            held = [key[1] for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id) if WINDOW_TAG not in row.tags]
+            kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
+            held = [key[1] for key, row in kept if WINDOW_TAG not in row.tags and not is_dropped(row)]
             record = txn.database(db_id)
         if held and not snapshots:
             raise StillReferenced(

@@ -77,6 +77,10 @@ class StoreApi(Protocol):
 
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo: ...
 
+    def drop_snapshot(self, db: int | str, snapshot: int | str, *, undoable: bool = False) -> SnapshotInfo: ...
+
+    def undrop_snapshot(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo: ...
+
     def fork(
         self,
         name: str,

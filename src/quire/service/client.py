@@ -262,9 +262,16 @@ class Client:
         """A snapshot by id or by name."""
         return self._channel.call("snapshot.get", m.OfSnapshot(db, snapshot))
 
-    def drop_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
-        """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
-        return self._channel.call("snapshot.drop", m.OfSnapshot(db, snapshot))
+    def drop_snapshot(self, db: int | str, snapshot: int | str, *, undoable: bool = False) -> SnapshotInfo:
+        """Let a snapshot go, and have what only it held deleted; the snapshot as it was.
+
+        With `undoable` it holds that for a day (`maintenance.undrop_seconds`), and `undrop_snapshot` brings it back.
+        """
+        return self._channel.call("snapshot.drop", m.DropOneSnapshot(db, snapshot, undoable))
+
+    def undrop_snapshot(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo:
+        """Bring a snapshot back that was dropped with `undoable`: the last one of this name, or by its id."""
+        return self._channel.call("snapshot.undrop", m.UndropOneSnapshot(db, snapshot, new_name))
 
     def fork(
         self,

@@ -41,7 +41,7 @@ from quire.manifest.leases import HeldVersion
 from quire.manifest.ops.cursors import DropCursor, RegisterCursor
 from quire.manifest.ops.databases import DropDb, RecordRollback, RegisterDb, RenameDb, SoftDropDb, UndropDb
 from quire.manifest.ops.registry import AnyOp
-from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot, SoftDropSnapshot, UndropSnapshot
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack, SnapshotInfo
 from quire.pages.held_versions import held_range, held_view, lend_to, mark_dropped, newest_lsns
@@ -225,15 +225,26 @@ class Handlers:
             lambda kept: self._manifest.snapshots.get(*kept),
         )  # fmt: skip
 
-    def do_snapshot_drop(self, request: m.OfSnapshot, call: CallContext) -> SnapshotInfo:
+    def do_snapshot_drop(self, request: m.DropOneSnapshot, call: CallContext) -> SnapshotInfo:
         dropped: list[SnapshotInfo] = []
 
         def do() -> SnapshotInfo:
             dropped.append(self._manifest.snapshots.get(request.db, request.snapshot))
-            return self._manifest.snapshots.drop(request.db, request.snapshot)
+            return self._store.drop_snapshot(request.db, request.snapshot, undoable=request.undoable)
 
         again: Callable[[Any], SnapshotInfo] = partial(msgspec.convert, type=SnapshotInfo)
-        return once(self._manifest, call.key, "snapshot.drop", (DropSnapshot,), lambda _: dropped[-1], do, again)
+        kinds = (DropSnapshot, SoftDropSnapshot)
+        return once(self._manifest, call.key, "snapshot.drop", kinds, lambda _: dropped[-1], do, again)
+
+    def do_snapshot_undrop(self, request: m.UndropOneSnapshot, call: CallContext) -> SnapshotInfo:
+        def ids(op: UndropSnapshot) -> tuple[int, int]:
+            return op.db_id, op.snapshot_id
+
+        do = partial(self._store.undrop_snapshot, request.db, request.snapshot, new_name=request.new_name)
+        return once(
+            self._manifest, call.key, "snapshot.undrop", (UndropSnapshot,), ids, do,
+            lambda kept: self._manifest.snapshots.get(*kept),
+        )  # fmt: skip
 
     def do_snapshot_list(self, request: m.ListSnapshots, _: CallContext) -> list[SnapshotInfo]:
         return self._manifest.snapshots.of(request.db)

@@ -131,6 +131,18 @@ class OfSnapshot(Request, frozen=True):
     snapshot: int | str
 
 
+class DropOneSnapshot(Request, frozen=True):
+    db: int | str
+    snapshot: int | str
+    undoable: bool = False
+
+
+class UndropOneSnapshot(Request, frozen=True):
+    db: int | str
+    snapshot: int | str
+    new_name: str = ""
+
+
 class OfView(Request, frozen=True):
     """`upload`: have WAL segments that the view needs put into the object store first, for readers that share no disk."""
 
@@ -441,7 +453,8 @@ ACTIONS: dict[str, Action] = {
         _once("fork", Fork, DatabaseInfo),
         _once("rollback", Rollback, RolledBack),
         _once("snapshot.create", MakeSnapshot, SnapshotInfo),
-        _once("snapshot.drop", OfSnapshot, SnapshotInfo),
+        _once("snapshot.drop", DropOneSnapshot, SnapshotInfo),
+        _once("snapshot.undrop", UndropOneSnapshot, SnapshotInfo),
         _read("snapshot.list", ListSnapshots, list[SnapshotInfo]),
         _read("snapshot.get", OfSnapshot, SnapshotInfo),
         _read("snapshot.view", OfView, SnapshotView),

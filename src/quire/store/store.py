@@ -379,6 +379,23 @@ class Store:
             return dropped_databases(txn, self.settings.maintenance.undrop_seconds)
 
     @changes
+    def drop_snapshot(self, db: int | str, snapshot: int | str, *, undoable: bool = False) -> SnapshotInfo:
+        """Let a snapshot go, and have what only it held deleted; the snapshot as it was.
+
+        With `undoable` it holds that for a day (`maintenance.undrop_seconds`), and `undrop_snapshot` brings it back.
+        """
+        if undoable and (seconds := self.settings.maintenance.undrop_seconds):
+            until_ms = self.context.clock.now_ms() + int(seconds * 1000)
+            return self.manifest.snapshots.soft_drop(db, snapshot, until_ms=until_ms)
+        return self.manifest.snapshots.drop(db, snapshot)
+
+    @changes
+    def undrop_snapshot(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo:
+        """Bring a snapshot back that was dropped with `undoable`: the last one of this name, or by its id; under its former
+        name or another."""
+        return self.manifest.snapshots.undrop(db, snapshot, new_name=new_name)
+
+    @changes
     def create_many(
         self,
         names: Iterable[str],

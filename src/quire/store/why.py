@@ -28,6 +28,7 @@ from quire.manifest import tables as t
 from quire.manifest.differences import read_leaves
 from quire.manifest.leases import HOLDER_TAG, LABEL_TAG, VIEW_TAG, is_view
 from quire.manifest.ops.refs import artifact_bytes
+from quire.manifest.ops.snapshots import is_dropped
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     TERMINAL_JOB_STATES,
@@ -180,6 +181,9 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
         holder = Holder("reader", "a query", "reads it (Spark or another reader)", release)
     elif WINDOW_TAG in row.tags:
         holder = Holder("time", "time travel", "serves time travel to nearby times", release)
+    elif is_dropped(row):
+        back = f"quire snapshot undrop {quoted(name)} {quoted(f'#{snapshot_id}')}"
+        holder = Holder("time", "undrop", f"dropped; `{back}` brings it back", release)
     elif SCHEDULE_TAG in row.tags:
         what = f"creates and keeps snapshots automatically (quire retention show {quoted(name)})"
         holder = Holder("database", name, what, f"when its retention drops it, or {release}")

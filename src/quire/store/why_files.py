@@ -28,6 +28,7 @@ from quire.durable.object_names import parse_epoch_key
 from quire.durable.space import given_bytes, measure_database
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
+from quire.manifest.ops.snapshots import is_dropped
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, SnapshotRecord
 from quire.manifest.retention import WINDOW_TAG
@@ -348,7 +349,7 @@ def title(row: SnapshotRecord, snapshot_id: int) -> str:
 
 def drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
     """What would end a snapshot."""
-    command = f"quire snapshot drop {quoted(name)} {quoted(row.name or str(snapshot_id))}"
+    command = f"quire snapshot drop {quoted(name)} {quoted(row.name or str(snapshot_id))} --now"
     if row.expires_at_ms:
         return f"by itself {moment(row.expires_at_ms)}, or {command}"
     return command
@@ -360,6 +361,8 @@ def lent(row: SnapshotRecord, what: str) -> str:
         return f"is held by a query (Spark or another reader) that {what}"
     if WINDOW_TAG in row.tags:
         return f"is there for time travel, and {what}"
+    if is_dropped(row):
+        return f"was dropped, can be brought back, and {what}"
     return what
 
 

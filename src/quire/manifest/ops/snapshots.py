@@ -5,10 +5,13 @@ forking read the live leaves in the transaction itself: the op stays small and c
 parent's numbering (lsn, segment, generation), so one name never means two things along a line.
 """
 
+from typing import TYPE_CHECKING
+
 from msgspec.structs import replace
 
 from quire.core.errors import (
     AlreadyExists,
+    IllegalTransition,
     InvalidInput,
     NameTaken,
     StalePlan,
@@ -41,6 +44,12 @@ from quire.manifest.records import (
     WalState,
     WalStateRecord,
 )
+
+if TYPE_CHECKING:
+    from quire.manifest.snapshots import SnapshotInfo
+
+DROPPED_TAG = "former-name"
+"""The tag of a snapshot that was dropped and can be brought back: what it was called."""
 
 
 def live_leaves(tables: Overlay, db_id: int) -> list[tuple[int, int, int]]:
@@ -108,16 +117,7 @@ class PublishSnapshot(Op, frozen=True, tag=50):
         if self.snapshot_id < db.next_snapshot_id:
             raise AlreadyExists("snapshot ids are never reused", snapshot_id=self.snapshot_id, next=db.next_snapshot_id)
         if self.kind is SnapshotKind.NAMED:
-            check_name("snapshot", self.name)
-            name_key = t.SNAPSHOT_NAMES.key.pack(self.db_id, self.name)
-            if (holder := tables.snapshot_names.get(name_key)) is not None:
-                raise NameTaken(
-                    "the database has a snapshot of this name",
-                    name=self.name,
-                    snapshot_id=holder.value,
-                    db_id=self.db_id,
-                )
-            tables.snapshot_names.put(name_key, IndexRecord(self.snapshot_id))
+            _claim_name(tables, self.db_id, self.snapshot_id, self.name)
         _, wal = wal_state_of(tables, self.db_id, 0)
         refuse_overtaken(wal, self.db_id, self.anchor_lsn)
         leaves = live_leaves(tables, self.db_id)
@@ -154,26 +154,102 @@ class DropSnapshot(Op, frozen=True, tag=51):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.database(self.db_id)
-        key = t.SNAPSHOT_INDEX.key.pack(self.db_id, self.snapshot_id)
-        record = tables.snapshot_index.get(key)
-        if record is None:
-            raise UnknownSnapshot(
-                "the database has no snapshot of this id",
-                hint="`quire snapshot ls` lists them",
-                db_id=self.db_id,
-                snapshot_id=self.snapshot_id,
-            )
+        key, record = _snapshot(tables, self.db_id, self.snapshot_id)
         for leaf, origin, generation in record.leaves:
             release(tables, leaf_count_key(origin, leaf, generation), at_ms)
         for pin in record.pins:
             release(tables, wal_count_key(pin.origin_db_id, pin.segment_id), at_ms)
-        if record.kind is SnapshotKind.NAMED:
-            tables.snapshot_names.delete(t.SNAPSHOT_NAMES.key.pack(self.db_id, record.name))
+        _free_name(tables, self.db_id, record)
         tables.snapshot_index.delete(key)
         observe_snapshots(tables, self.db_id, -1, at_ms)
         tables.notes.append(
             (self.component, self.db_id, AuditAction.SNAPSHOT_DROPPED, record.name, self.snapshot_id, 0)
         )
+
+
+class SoftDropSnapshot(Op, frozen=True, tag=53):
+    """Drop a snapshot so that it can be brought back: its name is free, and it holds what it held until it expires.
+    `UndropSnapshot` brings it back, `DropSnapshot` ends it."""
+
+    component = int(Component.SNAPSHOT)
+    audited = True
+    db_id: UInt
+    snapshot_id: UInt
+    expires_at_ms: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        key, record = _snapshot(tables, self.db_id, self.snapshot_id)
+        if record.expires_at_ms or not self.expires_at_ms:
+            raise IllegalTransition(
+                "the snapshot expires by itself",
+                db_id=self.db_id,
+                snapshot_id=self.snapshot_id,
+                hint="drop it for good",
+            )
+        _free_name(tables, self.db_id, record)
+        tags = {**record.tags, DROPPED_TAG: record.name}
+        hidden = replace(record, name="", kind=SnapshotKind.ANONYMOUS, expires_at_ms=self.expires_at_ms, tags=tags)
+        tables.snapshot_index.put(key, hidden)
+        tables.notes.append(
+            (self.component, self.db_id, AuditAction.SNAPSHOT_DROPPED, record.name, self.snapshot_id, 0)
+        )
+
+
+class UndropSnapshot(Op, frozen=True, tag=54):
+    """Bring a snapshot back that was dropped, under its former name or another."""
+
+    component = int(Component.SNAPSHOT)
+    audited = True
+    db_id: UInt
+    snapshot_id: UInt
+    name: str = ""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        key, record = _snapshot(tables, self.db_id, self.snapshot_id)
+        if not is_dropped(record):
+            raise IllegalTransition("the snapshot was not dropped", db_id=self.db_id, snapshot_id=self.snapshot_id)
+        tags = dict(record.tags)
+        name = self.name or tags[DROPPED_TAG]
+        del tags[DROPPED_TAG]
+        if name:
+            _claim_name(tables, self.db_id, self.snapshot_id, name)
+        kind = SnapshotKind.NAMED if name else SnapshotKind.ANONYMOUS
+        tables.snapshot_index.put(key, replace(record, name=name, kind=kind, expires_at_ms=0, tags=tags))
+        tables.notes.append((self.component, self.db_id, AuditAction.SNAPSHOT_UNDROPPED, name, self.snapshot_id, 0))
+
+
+def is_dropped(snapshot: "SnapshotRecord | SnapshotInfo") -> bool:
+    """Whether a snapshot was dropped and can be brought back."""
+    return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and DROPPED_TAG in snapshot.tags
+
+
+def _snapshot(tables: Overlay, db_id: int, snapshot_id: int) -> tuple[bytes, SnapshotRecord]:
+    key = t.SNAPSHOT_INDEX.key.pack(db_id, snapshot_id)
+    record = tables.snapshot_index.get(key)
+    if record is None:
+        hint = "`quire snapshot ls` lists them"
+        raise UnknownSnapshot(
+            "the database has no snapshot of this id", hint=hint, db_id=db_id, snapshot_id=snapshot_id
+        )
+    return key, record
+
+
+def _claim_name(tables: Overlay, db_id: int, snapshot_id: int, name: str) -> None:
+    check_name("snapshot", name)
+    key = t.SNAPSHOT_NAMES.key.pack(db_id, name)
+    if (holder := tables.snapshot_names.get(key)) is not None:
+        hint = "choose another name, or drop that snapshot"
+        raise NameTaken(
+            "the database has a snapshot of this name", hint=hint, name=name, snapshot_id=holder.value, db_id=db_id
+        )
+    tables.snapshot_names.put(key, IndexRecord(snapshot_id))
+
+
+def _free_name(tables: Overlay, db_id: int, record: SnapshotRecord) -> None:
+    if record.kind is SnapshotKind.NAMED:
+        tables.snapshot_names.delete(t.SNAPSHOT_NAMES.key.pack(db_id, record.name))
 
 
 class ExtendSnapshot(Op, frozen=True, tag=151):
@@ -185,12 +261,7 @@ class ExtendSnapshot(Op, frozen=True, tag=151):
     expires_at_ms: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        key = t.SNAPSHOT_INDEX.key.pack(self.db_id, self.snapshot_id)
-        record = tables.snapshot_index.get(key)
-        if record is None:
-            raise UnknownSnapshot(
-                "the database has no snapshot of this id", db_id=self.db_id, snapshot_id=self.snapshot_id
-            )
+        key, record = _snapshot(tables, self.db_id, self.snapshot_id)
         if record.expires_at_ms:
             later = max(record.expires_at_ms, self.expires_at_ms)
             tables.snapshot_index.put(key, replace(record, expires_at_ms=later))
