@@ -73,3 +73,32 @@ def test_more_databases_than_descriptors_are_written_and_idle_ones_hold_none(tmp
     command = [sys.executable, "-c", WRITE_MANY, str(tmp_path / "s"), kind, "130"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+WRITE_IN_TURN = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+import quire
+from quire.durable.files import OsFile
+
+synced = []
+sync = OsFile.sync
+OsFile.sync = lambda file: (synced.append(file.path), sync(file))
+
+settings = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False))
+with quire.open(sys.argv[1], settings=settings) as store:
+    sets = [store.kv(f"set{number}", create=True) for number in range(300)]
+    synced.clear()
+    for number in range(3):
+        for kv in sets:
+            kv.put(b"key", b"%d" % number, sync=False)
+    assert not synced, (len(synced), synced[:3])
+print("done")
+"""
+
+
+def test_hundreds_of_sets_that_are_written_in_turn_do_not_sync_each_others_logs(tmp_path: Path) -> None:
+    """With 256 open files each put without a sync had to sync the log of another set, to close it."""
+    command = [sys.executable, "-c", WRITE_IN_TURN, str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr[-3000:]

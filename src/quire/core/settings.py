@@ -508,7 +508,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     object_store: str = ""
     """URL of the object store; empty means `objects/` inside the store."""
-    open_files_max: int = 256
+    open_files_max: int = 4096
     """Files that databases of all kinds keep open to write to, and tables; what is idle is closed after a second."""
     manifest: ManifestSettings = ManifestSettings()
     feed: FeedSettings = FeedSettings()
@@ -547,8 +547,8 @@ EXAMPLE = """\
 # Where objects live: a path, s3://bucket/prefix, gs://…, az://… Empty: the directory objects/ of this store.
 object_store = "{object_store}"
 
-# Files that databases keep open; beyond it the one opened longest ago is closed until it is used again.
-# open_files_max = 256
+# Files that databases keep open, at most a quarter of `ulimit -n`; beyond it the oldest is closed until its next use.
+# open_files_max = 4096
 
 [objects]
 # endpoint = ""                # of an S3-compatible service: "https://s3.example.com"
