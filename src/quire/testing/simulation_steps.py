@@ -347,7 +347,11 @@ class Steps:
         snapshot = self._draw.choice(sorted(database.snapshots))
         left = {other: state for other, state in database.snapshots.items() if other != snapshot}
         after = self._with(name, replace(database, snapshots=left))
-        self._change(after, lambda: self.store.manifest.snapshots.drop(name, snapshot), f"{name}@{snapshot}")
+        undoable, label = self._draw.random() < 0.5, f"{name}@{snapshot}"
+        dropped = self._change(after, lambda: self.store.drop_snapshot(name, snapshot, undoable=undoable), label)
+        if dropped and undoable and self._draw.random() < 0.5:
+            before = self._with(name, database)
+            self._change(before, lambda: self.store.undrop_snapshot(name, snapshot), f"{label}, back")
 
     def fork(self) -> None:
         name = self._any("pages", "lsm")
