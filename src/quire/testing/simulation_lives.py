@@ -9,7 +9,9 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from quire.core.settings import (
     FeedSettings,
@@ -40,6 +42,20 @@ SETTINGS = StoreSettings(
 )
 
 STDERR = 2
+LOADED_ON_USE = (
+    "quire.store.opening",
+    "quire.store.archiving",
+    "quire.pages.engine",
+    "quire.sqlite.connect",
+    "quire.lsm.backup",
+    "quire.archive.artifacts",
+    "quire.jobs.verify.job",
+    "quire.jobs.sweep.job",
+    "awscrt.checksums",
+    "pyarrow.compute",
+    "pandas",
+)
+"""What a store loads when it is first needed; each life would load it anew, for a third of its time."""
 START_MS = 4_102_444_800_000
 """In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
 
@@ -85,6 +101,9 @@ def held(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]
 
 def in_process(run: Callable[[], Ending]) -> Ending:
     """The result of `run` in a forked process, which ends without a goodbye."""
+    for name in LOADED_ON_USE:
+        with suppress(ImportError):  # pandas is pyarrow's choice, if it is there
+            import_module(name)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
