@@ -22,8 +22,7 @@ Threads: those of its connection, one at a time. Raises apsw's errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -104,8 +103,9 @@ class RemotePolicy:
 
     def __init__(self, connection: apsw.Connection, clock: Clock) -> None:
         self._connection = connection
-        self._clock = clock
-        self._until = float("inf")
+        self.clock = clock
+        self.until = float("inf")
+        """When a statement that runs is to end, by the clock."""
         self._ours = False
         self._read_only = False
         self.may_attach: Callable[[str], bool] = nothing_attached
@@ -133,19 +133,14 @@ class RemotePolicy:
             self._ours = False
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    @contextmanager
-    def deadline(self, seconds: float) -> Iterator[None]:
+    def deadline(self, seconds: float) -> StatementDeadline:
         """Statements that are run inside end with `apsw.InterruptError` when the time is over."""
-        before, self._until = self._until, self._clock.monotonic() + seconds
-        try:
-            yield
-        finally:
-            self._until = before
+        return StatementDeadline(self, seconds)
 
     @property
     def is_overdue(self) -> bool:
         """Whether the time is over: then `apsw.InterruptError` means the deadline, and nobody's call of `interrupt`."""
-        return self._clock.monotonic() >= self._until
+        return self.clock.monotonic() >= self.until
 
     # ── the authorizer ────────────────────────────────────────────────────────────────────────────────────────────────
     def authorize(self, action: int, first: str | None, second: str | None, schema: str | None, _: str | None) -> int:
@@ -179,6 +174,24 @@ class RemotePolicy:
         if value is None or name not in OF_DATABASE | OF_CONNECTION:
             raise _refused(f"PRAGMA {name}" if value is None else f"setting PRAGMA {name}")
         self.touched |= name in OF_CONNECTION
+
+
+class StatementDeadline:
+    """Bounds what SQLite does inside it. A class, because every statement needs two."""
+
+    __slots__ = ("_before", "_policy", "_seconds")
+
+    def __init__(self, policy: RemotePolicy, seconds: float) -> None:
+        self._policy = policy
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        policy = self._policy
+        self._before = policy.until
+        policy.until = policy.clock.monotonic() + self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        self._policy.until = self._before
 
 
 def restrict(connection: apsw.Connection, clock: Clock, limits: RemoteLimits | None = None) -> RemotePolicy:

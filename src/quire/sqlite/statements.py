@@ -357,7 +357,7 @@ def first_word(sql: str) -> str:
     >>> first_word("-- hint\\n INSERT into t values (1)")
     'insert'
     """
-    word = _FIRST.match(sql, _BLANK.match(sql).end())  # type: ignore[union-attr]  # it matches everywhere
+    word = _FIRST.match(sql) or _FIRST.match(sql, _BLANK.match(sql).end())  # type: ignore[union-attr]  # it matches everywhere
     return word[0].lower() if word is not None else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,19 @@ def pool(store: Store) -> Iterator[ConnectionPool]:
     pool.close()
 
 
+@contextmanager
+def session_of(pool: ConnectionPool, target: SqlTarget) -> Iterator[SqlSession]:
+    """A session for the length of a block, as a one-shot has it."""
+    connection = pool.take(target)
+    try:
+        yield pool.session_on(connection)
+    finally:
+        pool.give(connection)
+
+
 @pytest.fixture
 def session(pool: ConnectionPool) -> Iterator[SqlSession]:
-    with pool.session(TARGET) as session:
+    with session_of(pool, TARGET) as session:
         yield session
 
 
@@ -194,7 +205,7 @@ def test_stored_texts_are_bounded_and_closed(session: SqlSession) -> None:
 
 # ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_statement_that_finds_the_lock_taken_has_not_begun_and_goes_on_later(pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as holder, pool.session(TARGET) as other:
+    with session_of(pool, TARGET) as holder, session_of(pool, TARGET) as other:
         done(holder.execute("begin immediate"))
         work = other.execute("insert into t(a) values (5)")
         assert advance(work) == (False, None)
@@ -206,7 +217,7 @@ def test_a_statement_that_finds_the_lock_taken_has_not_begun_and_goes_on_later(p
 
 
 def test_who_waited_long_enough_is_told_busy(pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as holder, pool.session(TARGET) as other:
+    with session_of(pool, TARGET) as holder, session_of(pool, TARGET) as other:
         done(holder.execute("begin immediate"))
         work = other.execute("insert into t(a) values (5)")
         next(work)
@@ -216,7 +227,7 @@ def test_who_waited_long_enough_is_told_busy(pool: ConnectionPool) -> None:
 
 
 def test_a_transaction_that_has_read_an_old_version_is_told_so_at_once(pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as reader, pool.session(TARGET) as writer:
+    with session_of(pool, TARGET) as reader, session_of(pool, TARGET) as writer:
         done(reader.execute("begin"))
         done(reader.execute("select count(*) from t"))
         done(writer.execute("insert into t(a) values (1)"))
@@ -227,11 +238,11 @@ def test_a_transaction_that_has_read_an_old_version_is_told_so_at_once(pool: Con
 
 # ── the pool ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_connection_is_used_again_and_nothing_of_its_program_is_left(pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as first:
+    with session_of(pool, TARGET) as first:
         run(first, "insert into t(a) values (1)")
         done(first.execute("begin"))
         run(first, "insert into t(a) values (2)")
-    with pool.session(TARGET) as second:
+    with session_of(pool, TARGET) as second:
         assert second.runner is first.runner
         assert second.is_autocommit
         assert second.runner.last_insert_rowid() == 0
@@ -241,9 +252,9 @@ def test_a_connection_is_used_again_and_nothing_of_its_program_is_left(pool: Con
 
 @pytest.mark.parametrize("sql", ["create temp table x(a)", "pragma foreign_keys = 1", "pragma case_sensitive_like = 1"])
 def test_a_connection_on_which_something_was_left_is_closed(pool: ConnectionPool, sql: str) -> None:
-    with pool.session(TARGET) as first:
+    with session_of(pool, TARGET) as first:
         done(first.execute(sql))
-    with pool.session(TARGET) as second:
+    with session_of(pool, TARGET) as second:
         assert second.runner is not first.runner
 
 
@@ -252,33 +263,33 @@ def test_a_connection_caches_four_mib(session: SqlSession) -> None:
 
 
 def test_idle_connections_are_closed_after_a_while(pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as first:
+    with session_of(pool, TARGET) as first:
         pass
     pool.sweep()
-    with pool.session(TARGET) as second:
+    with session_of(pool, TARGET) as second:
         assert second.runner is first.runner
     pool.sweep(float("inf"))
-    with pool.session(TARGET) as third:
+    with session_of(pool, TARGET) as third:
         assert third.runner is not first.runner
 
 
 def test_another_database_of_the_same_name_gets_another_connection(store: Store, pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as first:
+    with session_of(pool, TARGET) as first:
         assert rows(first, "select count(*) from t") == [[{"type": "integer", "value": "0"}]]
     store.rename("shop", "old")
     store.sqlite("shop", create=True).close()
-    with pool.session(TARGET) as second, pytest.raises(StatementFailed, match="no such table"):
+    with session_of(pool, TARGET) as second, pytest.raises(StatementFailed, match="no such table"):
         run(second, "select * from t")
 
 
 def test_versions_are_read_only(store: Store, pool: ConnectionPool) -> None:
-    with pool.session(TARGET) as session:
+    with session_of(pool, TARGET) as session:
         run(session, "insert into t(a) values (1)")
         epoch = rows(session, "pragma quire_epoch")[0][0]["value"]
         store.snapshot("shop", "monday")
         run(session, "insert into t(a) values (2)")
     for name in ("shop@monday", f"shop@{epoch}"):
-        with pool.session(SqlTarget.parse(name)) as old:
+        with session_of(pool, SqlTarget.parse(name)) as old:
             assert rows(old, "select a from t") == [[{"type": "integer", "value": "1"}]]
             with pytest.raises(StatementFailed) as caught:
                 run(old, "insert into t(a) values (3)")

@@ -1,17 +1,22 @@
-"""Threads that run SQL: how they are shared between databases."""
+"""Threads that run SQL: how jobs come to them, and how they are shared between databases."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import quire
+from quire.core.errors import Unavailable
 from quire.service.sql.pool import SqlTarget
 from quire.service.sql.service import SqlService
 from quire.service.sql.session import SqlSession, Work
+from quire.service.sql.threads import SqlThreads, ThreadShare
 from tests.service.sql.world import settings
 
 
@@ -42,4 +47,162 @@ def test_one_database_never_has_all_threads(path: Path, limits: dict[str, int]) 
     with quire.open(path, settings=settings(**limits)) as store:
         for name in ("greedy", "other"):
             store.sqlite(name, create=True).close()
+        asyncio.run(play(store))
+
+
+def test_jobs_of_one_round_share_a_thread_and_an_answer() -> None:
+    """A hand-over costs more than a short statement."""
+    calls = 0
+
+    async def play() -> None:
+        nonlocal calls
+        threads, loop = SqlThreads(8), asyncio.get_running_loop()
+        await threads.call(int)  # its first thread is there
+        threadsafe = loop.call_soon_threadsafe
+
+        def counted(*args: object) -> object:
+            nonlocal calls
+            calls += 1
+            return threadsafe(*args)  # type: ignore[arg-type]
+
+        loop.call_soon_threadsafe = counted  # type: ignore[assignment]
+        names = await asyncio.gather(*[threads.call(lambda: threading.current_thread().name) for _ in range(32)])
+        assert set(names) == {"sql-worker-0"}
+        assert calls <= 2
+        threads.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("position", [0, 1, 7])
+def test_a_job_that_takes_long_holds_up_nobody_behind_it(position: int) -> None:
+    """Neither those that came before it in its group, whose answers are ready, nor those that wait for its thread."""
+    let_go = threading.Event()
+
+    async def play() -> None:
+        threads = SqlThreads(3)
+        jobs = [partial(let_go.wait, 60) if number == position else bool for number in range(16)]
+        tasks = [asyncio.create_task(threads.call(job)) for job in jobs]
+        done, pending = await asyncio.wait(tasks, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        while len(pending) > 1:
+            done, pending = await asyncio.wait(pending, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            assert done, "they wait for the one that takes long"
+        assert not tasks[position].done()
+        let_go.set()
+        assert await asyncio.gather(*tasks) == [number == position for number in range(16)]
+        threads.close()
+
+    asyncio.run(play())
+
+
+def test_a_job_that_waits_for_the_disk_has_a_thread_of_its_own_at_once() -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def works() -> None:
+        begun.set()
+        let_go.wait(60)
+
+    async def play() -> None:
+        threads = SqlThreads(2)
+        worker = asyncio.create_task(threads.call(works))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(threads.call(lambda: 7, waits=True), 30) == 7
+        let_go.set()
+        await worker
+        threads.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_job_is_run_once_whatever_the_others_do(seed: int) -> None:
+    """Short and long jobs, jobs that wait, cancelled callers, three databases with a share each, few threads."""
+    rng = random.Random(seed)
+    runs: list[int] = []
+    together: dict[int, int] = {0: 0, 1: 0, 2: 0}
+    most = dict(together)
+    lock = threading.Lock()
+
+    def job(number: int, database: int, seconds: float) -> int:
+        with lock:
+            runs.append(number)
+            together[database] += 1
+            most[database] = max(most[database], together[database])
+        time.sleep(seconds)
+        with lock:
+            together[database] -= 1
+        return number
+
+    async def play() -> None:
+        threads = SqlThreads(4)
+        shares = [ThreadShare(2) for _ in range(3)]
+        tasks = []
+        for number in range(300):
+            database, waits = rng.randrange(3), rng.random() < 0.1
+            seconds = rng.choice([0.0] * 12 + [0.0005, 0.003, 0.01])
+            share = None if waits else shares[database]
+            call = partial(job, number, database if share else 3 + number, seconds)
+            if share is None:
+                with lock:
+                    together[3 + number] = most[3 + number] = 0
+            tasks.append(asyncio.create_task(threads.call(call, share, waits=waits)))
+            if rng.random() < 0.05:
+                tasks[-1].cancel()
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.choice([0, 0, 0.001, 0.004]))
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        answered = [number for number, result in enumerate(results) if result == number]
+        assert set(answered) <= set(runs)
+        assert all(isinstance(result, int | asyncio.CancelledError) for result in results)
+        threads.close()
+        with pytest.raises(Unavailable):
+            await threads.call(int)
+
+    asyncio.run(play())
+    assert len(runs) == len(set(runs))
+    assert max(most[database] for database in range(3)) <= 2
+
+
+def test_closing_runs_what_waits_and_ends_the_threads() -> None:
+    ran: list[int] = []
+
+    async def play() -> None:
+        threads = SqlThreads(2)
+        tasks = [asyncio.create_task(threads.call(partial(ran.append, number))) for number in range(8)]
+        await asyncio.sleep(0)  # they have asked; no thread was woken yet
+        threads.close()
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        for thread in threads._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    asyncio.run(play())
+    assert sorted(ran) == [*range(8)]
+
+
+def test_a_name_means_the_database_that_has_it_now(path: Path) -> None:
+    """Names are remembered from one request to the next, for as long as the manifest does not change."""
+
+    async def play(store: quire.Store) -> None:
+        service = SqlService(store)
+
+        def first(session: SqlSession) -> Work[bytes]:
+            return (yield from session.execute("select a from t")).bunches[0]
+
+        async def ask(name: str) -> bytes:
+            return await service.in_session(SqlTarget(name), first)
+
+        for round_ in range(3):
+            with store.sqlite("shop", create=True) as connection:
+                connection.execute("create table t(a)")
+                connection.execute("insert into t values (?)", (round_,))
+            for _ in range(3):
+                assert str(round_).encode() in await ask("shop")
+            store.drop("shop")
+            with pytest.raises(quire.UnknownDatabase):
+                await ask("shop")
+        await service.close()
+
+    with quire.open(path, settings=settings()) as store:
         asyncio.run(play(store))

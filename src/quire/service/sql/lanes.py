@@ -116,7 +116,8 @@ class WriterLane:
         while done < len(group):
             is_over = wait is not None and not await wait.pause()
             try:
-                count = await self._queue.call(self._threads, partial(self._run_group, group[done:], is_over))
+                run = partial(self._run_group, group[done:], is_over)
+                count = await self._threads.call(run, self._queue.share)
             except BaseException as error:  # no connection: nothing of these was run
                 for job in group[done:]:
                     job.error = error
@@ -135,7 +136,7 @@ class WriterLane:
         failure: BaseException | None = None
         try:
             if guard is not None:
-                await self._threads.call(partial(_sync, guard))
+                await self._threads.call(partial(_sync, guard), waits=True)
         except BaseException as error:
             failure = error
         for job in group:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -101,6 +100,9 @@ class ConnectionPool:
         self._limits = limits
         self._default = default_database
         self._statement_seconds = statement_seconds
+        # shared: replaced as a whole
+        self._ids: tuple[int, dict[str, int]] = 0, {}
+        """The last change of the manifest, and the ids of databases that were asked for since."""
         # guarded by _lock
         self._lock = threading.Lock()
         self._idle: dict[tuple[int, str, bool], list[SqlConnection]] = {}
@@ -150,15 +152,6 @@ class ConnectionPool:
             return False  # its database was closed or lost: the next one begins anew, and is told why
         return True
 
-    @contextmanager
-    def session(self, target: SqlTarget, sqls: StoredSqls | None = None) -> Iterator[SqlSession]:
-        """A connection for the length of a block."""
-        connection = self.take(target)
-        try:
-            yield self.session_on(connection, sqls)
-        finally:
-            self.give(connection)
-
     def session_on(self, connection: SqlConnection, sqls: StoredSqls | None = None) -> SqlSession:
         """A session on a connection."""
         return SqlSession(connection.runner, self._limits, sqls)
@@ -166,6 +159,7 @@ class ConnectionPool:
     def sweep(self, now: float | None = None) -> None:
         """Close what was idle for long: an idle database has no connection, and no version is held for nobody."""
         before = (time.monotonic() if now is None else now) - IDLE_SECONDS
+        self._ids = 0, {}
         old: list[SqlConnection] = []
         with self._lock:
             for key, waiting in [*self._idle.items()]:
@@ -185,7 +179,20 @@ class ConnectionPool:
 
     # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def find(self, target: SqlTarget) -> int:
-        """The id of a database; the default one is made if it is not there."""
+        """The id of a database; the default one is made if it is not there. A name is looked up again when the manifest has
+        changed, which commits of a database do not do."""
+        manifest = self._store.manifest
+        head = manifest.writer.head  # before looking: what is seen is this state, or a later one
+        known_at, ids = self._ids
+        if head != known_at:
+            ids = {}
+            self._ids = head, ids
+        if (db_id := ids.get(target.name)) is None:
+            db_id = ids[target.name] = self._look_up(target)
+        manifest.env.check_sound("database", db_id)
+        return db_id
+
+    def _look_up(self, target: SqlTarget) -> int:
         try:
             with self._store.manifest.read() as txn:
                 return find_database(txn, target.name)[0]
@@ -193,7 +200,7 @@ class ConnectionPool:
             if target.name != self._default or not target.writable:
                 raise
         self._store.sqlite(target.name, create=True).close()  # the one that clients mean who name none
-        return self.find(target)
+        return self._look_up(target)
 
     def _open(self, target: SqlTarget, db_id: int, *, synchronous: str = "FULL") -> SqlConnection:
         runner, policy = remote_runner(

@@ -35,6 +35,7 @@ from quire.service.sql.socket import PROTOCOLS, HranaSocket
 from quire.service.sql.streams import EXPIRED, TOO_MANY, SqlStream, StreamRefused
 from quire.service.version_address import base_name
 from quire.service.web.context import WebContext
+from quire.service.web.headers import EdgeRequest
 from quire.sqlite.statements import StatementFailed
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ class HranaEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         try:
-            response = await self._endpoint(Request(scope, receive))
+            response = await self._endpoint(EdgeRequest(scope, receive))
         except StreamRefused as refused:
             status = HTTPStatus.SERVICE_UNAVAILABLE if refused.code == TOO_MANY else HTTPStatus.BAD_REQUEST
             response = _refusal(p.WireError(str(refused), refused.code), status)

@@ -82,6 +82,8 @@ class SqlService:
         # the loop's
         self._lanes: dict[str, WriterLane] = {}
         self._queues: WeakValueDictionary[str, LockQueue] = WeakValueDictionary()
+        self._recent_queues: dict[str, LockQueue] = {}
+        """Those of databases in use: a queue that nobody waits at would be made for every request."""
         self._sweeper = self._loop.create_task(self._sweep())
         self._one_shots = 0
         self._lane_writes = 0
@@ -134,8 +136,11 @@ class SqlService:
                 queue.wake()
 
     def _once(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> Work[T]:
-        with self.pool.session(target) as session:
-            return (yield from function(session))
+        connection = self.pool.take(target)
+        try:
+            return (yield from function(self.pool.session_on(connection)))
+        finally:
+            self.pool.give(connection)
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def run(self, stream: SqlStream, function: Callable[[SqlSession], Work[T]]) -> T:
@@ -174,7 +179,7 @@ class SqlService:
         step: Callable[..., tuple[bool, bytes | None]] = advance
         try:
             while True:
-                is_done, lines = await queue.call(self._threads, partial(step, work))
+                is_done, lines = await self._threads.call(partial(step, work), queue.share)
                 if is_done:
                     return
                 step = advance
@@ -197,9 +202,13 @@ class SqlService:
 
     def queue(self, name: str) -> LockQueue:
         """Who waits for the lock of a database."""
+        queue = self._recent_queues.get(name)
+        if queue is not None:
+            return queue
         queue = self._queues.get(name)
         if queue is None:
             queue = self._queues[name] = LockQueue(self._database_threads)
+        self._recent_queues[name] = queue
         return queue
 
     async def _close_connection(self, stream: SqlStream) -> None:
@@ -226,6 +235,7 @@ class SqlService:
             await asyncio.sleep(SWEEP_SECONDS)
             await self.streams.sweep()
             await self._threads.call(self.pool.sweep)
+            self._recent_queues.clear()
             for name, lane in [*self._lanes.items()]:
                 if lane.is_idle:
                     del self._lanes[name]

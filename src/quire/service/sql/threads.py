@@ -1,7 +1,13 @@
 """Threads that run SQL for an event loop, and the loop's side of waiting for a lock.
 
+A hand-over between threads costs more than a short statement: both need the interpreter's lock, and each of them wakes the
+other. So jobs are handed over in groups. Those of one round of the loop wake one thread, which runs them one after the other;
+the loop is called when none is left. A job that takes long costs those behind it little: a *tick* of the loop settles what is
+done and wakes another thread for the rest (decision 077).
+
 Terms
   job      a call that runs in one of the threads; the loop awaits it
+  share    the jobs of one database, and how many threads may run them at a time
   queue    who waits for the write lock of one database, the longest waiting first
 
 Rules
@@ -11,6 +17,8 @@ Rules
      and whoever sends it keeps only users of the same database waiting.
   4. The threads are no threads of quire's in the sense of `core/barrier.py`: they acknowledge commits, and wait for the
      archive where a call must.
+  5. While a job waits for a thread, a tick is set: within `TICK_SECONDS` it settles what is done, and wakes another thread
+     unless those that work get on with short jobs, where one more would only compete for the interpreter.
 
 Threads: `SqlThreads` belongs to one event loop; `close` is called in it.
 """
@@ -19,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -33,14 +42,37 @@ T = TypeVar("T")
 
 FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.001, 0.05
 """Between two attempts to get a lock that a program in the owner holds: nobody tells when that one gives it back."""
+TICK_SECONDS = 0.002
+SHORT_JOBS = 8
+"""Jobs that were begun in a tick: so many are short, and most of their time is the interpreter's."""
+LONG_SECONDS = 0.001
+"""A job that has run for so long may go on for any time: who comes behind it gets another thread at once."""
+
+
+class ThreadShare:
+    """The jobs of one database (rule 3)."""
+
+    __slots__ = ("held", "running", "threads_max")
+
+    def __init__(self, threads_max: int) -> None:
+        # constant after construction
+        self.threads_max = threads_max
+        # guarded by the lock of the threads
+        self.running = 0
+        self.held: deque[_Job] = deque()
+        """Those that came to a thread when the database had its share of them."""
 
 
 class _Job:
-    __slots__ = ("call", "error", "future", "is_done", "value")
+    __slots__ = ("call", "error", "future", "is_done", "share", "value", "waits")
 
-    def __init__(self, call: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+    def __init__(
+        self, call: Callable[[], Any], future: asyncio.Future[Any], share: ThreadShare | None, waits: bool
+    ) -> None:
         self.call = call
         self.future = future
+        self.share = share
+        self.waits = waits
         self.value: Any = None
         self.error: BaseException | None = None
         self.is_done = False
@@ -53,24 +85,42 @@ class SqlThreads:
         # constant after construction
         self._loop = asyncio.get_running_loop()
         self._count_max = count_max
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        """One for each idle thread that is to look for jobs."""
         # the loop's
-        self._threads: list[threading.Thread] = []
-        self._pending = 0
+        self._will_wake = False
+        self._is_urgent = False
+        """Whether a job that waits has come."""
+        # guarded by _lock
+        self._lock = threading.Lock()
         self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._working = 0
+        """Threads that are awake, without those whose jobs only wait."""
+        self._begun = 0
+        """Jobs since the last tick."""
+        self._begun_at = 0.0
         # shared: single steps of a deque are atomic
+        self._jobs: deque[_Job] = deque()
         self._done: deque[_Job] = deque()
         self._rung = False
+        self._ticks = False
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Run something in a thread (rule 2)."""
+    async def call(self, function: Callable[[], T], share: ThreadShare | None = None, *, waits: bool = False) -> T:
+        """Run something in a thread (rule 2), within its database's share of them. `waits`: it waits for the disk, and keeps
+        nobody else from working."""
         if self._closed:
             raise Unavailable("the server is closing", hint="connect again")
-        job = _Job(function, self._loop.create_future())
-        self._pending += 1
-        if self._pending > len(self._threads) and len(self._threads) < self._count_max:
-            self._start()
-        self._jobs.put(job)
+        job = _Job(function, self._loop.create_future(), share, waits)
+        if waits:
+            self._jobs.appendleft(job)
+            self._is_urgent = True
+        else:
+            self._jobs.append(job)
+        if not self._will_wake:  # behind the other requests of this round, so that their jobs are there as well
+            self._will_wake = True
+            self._loop.call_soon(self._wake)
         try:
             await job.future
         except asyncio.CancelledError:
@@ -86,54 +136,130 @@ class SqlThreads:
         value: T = job.value
         return value
 
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"sql-worker-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    # ── the event loop's thread ───────────────────────────────────────────────────────────────────────────────────────
+    def _wake(self) -> None:
+        is_urgent, self._will_wake, self._is_urgent = self._is_urgent, False, False
+        with self._lock:
+            if is_urgent or not self._working or time.perf_counter() - self._begun_at > LONG_SECONDS:
+                self._rouse()
+        self._set_tick()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job.value = job.call()
-            except BaseException as error:
-                job.error = error
-            self._done.append(job)
-            if not self._rung:  # one call of the loop settles all that were done by then
-                self._rung = True
-                self._loop.call_soon_threadsafe(self._settle)
-            del job
+    def _set_tick(self) -> None:
+        if not self._ticks and self._jobs:
+            self._ticks = True
+            self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        """Settle what is done, and wake another thread for what waits (rule 5)."""
+        self._ticks = False  # before looking: who is done from here on rings
+        self._settle()
+        with self._lock:
+            begun, self._begun = self._begun, 0
+            if begun < SHORT_JOBS:
+                for _ in range(1 if begun else min(len(self._jobs), self._count_max)):
+                    self._rouse()
+        self._set_tick()
 
     def _settle(self) -> None:
         self._rung = False  # before looking: who is done from here on rings again
         done = self._done
         while done:
             job = done.popleft()
-            self._pending -= 1
             job.is_done = True
             if not job.future.done():
                 job.future.set_result(None)
 
     def close(self) -> None:
-        """Take no more jobs; the threads end behind those that wait."""
-        self._closed = True
-        for _ in self._threads:
-            self._jobs.put(None)
+        """Take no more jobs; the threads end when those that wait are done."""
+        with self._lock:
+            self._closed = True
+            self._rouse()  # there may be jobs, and no thread yet
+            self._working += self._idle
+            for _ in range(self._idle):
+                self._wakes.put(None)
+            self._idle = 0
+
+    # ── any thread, with the lock ─────────────────────────────────────────────────────────────────────────────────────
+    def _rouse(self) -> None:
+        """Have one more thread look for jobs, if there is one and something to do."""
+        if not self._jobs:
+            return
+        if self._idle:
+            self._idle -= 1
+            self._wakes.put(None)
+        elif len(self._threads) < self._count_max:
+            thread = threading.Thread(target=self._work, name=f"sql-worker-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more threads: another one, or the next tick, comes to the job
+                return
+            self._threads.append(thread)
+        else:
+            return
+        self._working += 1
+
+    def _next(self, last: _Job | None) -> _Job | None:
+        """The next job of a thread that has run `last`; none: it is idle from now on."""
+        with self._lock:
+            if last is not None:
+                self._working += last.waits
+                if last.share is not None:
+                    last.share.running -= 1
+                    if last.share.held:
+                        self._jobs.appendleft(last.share.held.popleft())
+            while self._jobs:
+                job = self._jobs.popleft()
+                if (share := job.share) is not None:
+                    if share.running >= share.threads_max:
+                        share.held.append(job)
+                        continue
+                    share.running += 1
+                self._begun += 1
+                if job.waits:
+                    self._working -= 1
+                    if not self._working:
+                        self._rouse()  # in its place
+                else:
+                    self._begun_at = time.perf_counter()
+                return job
+            self._idle += not self._closed
+            self._working -= 1
+            return None
+
+    # ── its own threads ───────────────────────────────────────────────────────────────────────────────────────────────
+    def _work(self) -> None:
+        self._work_off()
+        while not self._closed:
+            self._wakes.get()
+            self._work_off()
+        self._work_off()  # what came since it last looked, before it was closed
+
+    def _work_off(self) -> None:
+        """Run jobs for as long as there are any."""
+        job = self._next(None)
+        while job is not None:
+            try:
+                job.value = job.call()
+            except BaseException as error:
+                job.error = error
+            self._done.append(job)
+            job = self._next(job)
+            if not self._rung and (
+                job is None or not self._ticks
+            ):  # one call of the loop settles all that were done by then
+                self._rung = True
+                self._loop.call_soon_threadsafe(self._settle)
 
 
 class LockQueue:
     """Who waits for the write lock of a database, from this event loop; and its share of the threads."""
 
-    __slots__ = ("__weakref__", "_places", "_waiting")
+    __slots__ = ("__weakref__", "_waiting", "share")
 
     def __init__(self, threads_max: int) -> None:
         """Of the threads at most `threads_max` work for this database at a time (rule 3)."""
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._places = asyncio.Semaphore(threads_max)
-
-    async def call(self, threads: SqlThreads, function: Callable[[], T]) -> T:
-        """Run SQL of this database in a thread."""
-        async with self._places:
-            return await threads.call(function)
+        self.share = ThreadShare(threads_max)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -190,7 +316,7 @@ async def drive(threads: SqlThreads, work: Work[T], queue: LockQueue, wait_secon
     wait: LockWait | None = None
     step: Callable[[Work[T]], tuple[bool, Any]] = advance
     while True:
-        is_done, value = await queue.call(threads, partial(step, work))
+        is_done, value = await threads.call(partial(step, work), queue.share)
         if is_done:
             result: T = value
             return result

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.routing import BaseRoute
 
 from quire.core.errors import InvalidInput
@@ -102,9 +102,13 @@ class WebContext:
         said = request.headers.get("content-length", "")
         if said.isascii() and said.isdecimal() and (len(said) > 18 or int(said) > largest):
             raise self._too_long(largest)
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
+        body, more = bytearray(), True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
             if len(body) > largest:
                 raise self._too_long(largest)
         return bytes(body)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from http import HTTPStatus
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,6 +34,7 @@ from quire.core.errors import (
 from quire.core.events import emit
 from quire.service.web.answers import SECURITY_HEADERS, HttpError, Response, error_answer
 from quire.service.web.context import WebContext
+from quire.service.web.headers import RequestHeaders
 
 WEBSOCKET_BUG = 1011
 WITHOUT_PLACE = frozenset({"/healthz", "/readyz"})
@@ -65,7 +65,7 @@ class Edge:
             await self._http(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
+        headers = RequestHeaders(scope)
         exchange = _Exchange(headers, receive, send, self._context)
         try:
             self._context.gate.check_site(headers)
@@ -91,7 +91,7 @@ class Edge:
             await send(message)
 
         try:
-            self._context.gate.check_site(Headers(scope=scope))
+            self._context.gate.check_site(RequestHeaders(scope))
             await self._app(scope, receive, watched)
         except WebSocketDisconnect:
             return
@@ -125,11 +125,11 @@ class Edge:
 class _Exchange:
     """One request and its answer, as the application's `receive` and `send`."""
 
-    def __init__(self, headers: Headers, receive: Receive, send: Send, context: WebContext) -> None:
+    def __init__(self, headers: RequestHeaders, receive: Receive, send: Send, context: WebContext) -> None:
         self._receive = receive
         self._send = send
         self._context = context
-        self._body_is_read = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        self._body_is_read = headers.get("content-length", "0") == "0" and headers.get("transfer-encoding") is None
         self._started = False
 
     async def receive(self) -> Message:
