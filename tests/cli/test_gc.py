@@ -134,11 +134,11 @@ def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
 def test_an_owner_knows_how_long_a_lent_version_keeps_what_it_needs(garbage: Path) -> None:
     """Due times were by the grace alone."""
     with quire.open(garbage) as store:
-        by_grace = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}
+        by_grace = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000, 0).first}
         leases = store.manifest.leases
         until_ms = store.manifest.clock.now_ms() + 10**7
         leases.kept_since = lambda _: (0, until_ms)  # type: ignore[method-assign,assignment]
-        lent = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}
+        lent = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000, 0).first}
     assert by_grace
     assert {due for artifact, due in lent.items() if artifact.kind is not ArtifactKind.LEAF} == {until_ms}
     assert max(by_grace.values()) < until_ms

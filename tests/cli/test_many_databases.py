@@ -1,14 +1,19 @@
-"""tree and stats of a store with many databases: a page is read, whatever the size of the store (docs/scale.md)."""
+"""Commands on a store with many databases: what is shown is read, whatever the size of the store (docs/scale.md)."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import quire
+from quire.cli.completion import candidates
 from quire.cli.output import width_of
 from quire.cli.tree import FORKS_SHOWN
+from quire.manifest import tables as t
+from quire.manifest.records import AuditRecord
 from tests.cli.conftest import Run, on_a_terminal
 from tests.manifest.rows_read import RowsRead
 
@@ -34,6 +39,11 @@ def forest(shop: Path) -> Path:
         ("stats", "-n", "50"),
         ("stats", "--sort", "written", "-n", "5"),
         ("stats", "tenant-0000", "--snapshots", "-n", "20", "--json"),
+        ("jobs", "ls"),
+        ("jobs", "ls", "--state", "succeeded", "--limit", "1"),
+        ("jobs", "show", "1"),
+        ("audit", "zebra"),
+        ("gc", "--dry-run"),
     ],
     ids=" ".join,
 )
@@ -45,11 +55,38 @@ def test_a_page_costs_what_it_shows(
         with quire.open(forest) as store:
             store.fork_many("shop", [f"tenant-{number:05}" for number in range(FEW, until)])
             store.snapshot("zebra")  # the newest change
+            store.checkpoint("zebra")
         rows.take()
         assert run(*command).code == 0
         read.append(rows.take())
-    assert read[1] <= read[0] + 20, "a snapshot more"
+    assert read[1] <= read[0] + 20, "a snapshot and a job more"
     assert read[0] < FEW
+
+
+def test_the_newest_entries_of_the_audit_are_all_that_is_decoded(
+    run: Run, forest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoded = t.AUDIT.rows.decode, []
+
+    def counted(key: bytes, raw: bytes) -> AuditRecord:
+        decoded.append(key)
+        return decode(key, raw)
+
+    whole = run("audit", "--limit", "0", "--json").data
+    assert len(whole) > FEW
+    monkeypatch.setattr(t.AUDIT.rows, "decode", counted)
+    assert run("audit", "--limit", "7", "--json").data == whole[-7:]
+    assert len(decoded) == 8, "and whether there are more"
+    assert run("audit").out.splitlines()[-1] == "there are earlier entries: `--limit 0` lists all"
+    assert "there are earlier" not in run("audit", "zebra-2").out
+
+
+def test_completion_reads_the_names_that_it_offers(forest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RowsRead(monkeypatch)
+    typed: Any = SimpleNamespace(command_path="quire snapshot ls", params={"store": str(forest)}, args=[])
+    assert [item.value for item in candidates("DB", typed, "tenant-0012")] == [f"tenant-0012{n}" for n in range(10)]
+    assert rows.take() < 40
+    assert len(candidates("DB", typed, "")) == 1_000
 
 
 def test_a_tree_of_many_forks_is_cut_short_and_continues(run: Run, forest: Path) -> None:

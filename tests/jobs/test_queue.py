@@ -222,6 +222,11 @@ def test_old_jobs_are_forgotten_young_and_living_ones_are_not(manifest: Manifest
     young, living = manifest.jobs.enqueue(JobKind.SWEEP), manifest.jobs.enqueue(JobKind.VERIFY)
     manifest.jobs.complete(claim(manifest))
     assert manifest.jobs.forget(older_than_seconds=100) == 0
+    assert [job.job_id for job in manifest.jobs.jobs(newest=3)] == [failed, young, living]
+    assert [job.job_id for job in manifest.jobs.jobs(JobState.SUCCEEDED, newest=1)] == [young]
+    assert [job.job_id for job in manifest.jobs.jobs(JobState.SUCCEEDED, newest=9)] == [old, young]
+    assert manifest.jobs.jobs(db_id=1, newest=9) == manifest.jobs.jobs(db_id=1) == []
+    assert manifest.jobs.jobs(db_id=0, newest=9) == manifest.jobs.jobs()
     clock.advance(1)
     assert manifest.jobs.forget(older_than_seconds=100) == 2
     assert [job.job_id for job in manifest.jobs.jobs()] == [young, living]

@@ -47,8 +47,7 @@ def test_what_happened_since_is_undone_and_the_undoing_too(store: quire.Store) -
     cart.put(b"eve", b"5")
     assert store.rollback("cart", to=done.snapshot).changed_keys == 4
     assert content(store) == later
-    with store.manifest.read() as txn:
-        noted = [entry.action for entry in txn.audit(done.db_id)]
+    noted = [entry.action for entry in store.manifest.audit(done.db_id)]
     assert noted.count(AuditAction.ROLLED_BACK) == 2
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from quire.core.errors import NameTaken, QuireError, UnknownDatabase, UnknownSnapshot
 from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
+from quire.manifest.audit import AuditEntry
 from quire.manifest.guard import Receipt
 from quire.manifest.ops.artifacts import UpdateArtifact
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.databases import DropDb, PruneAudit, RenameDb
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
-from quire.manifest.reads import AuditEntry
 from quire.manifest.records import AuditAction, DbKind, Residency, SnapshotKind, VerifyState
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
@@ -136,6 +136,10 @@ def test_it_is_asked_by_database_and_by_time(manifest: ManifestStore, clock: Man
     assert [each.subject for each in manifest.audit("one", since_ms=hours[0] + 1)] == ["s2"]
     assert manifest.audit("one", until_ms=hours[0]) == []
     assert manifest.audit(99) == []
+    assert [each.subject for each in manifest.audit(newest=3)] == ["s1", "s2", "s3"]
+    assert [each.subject for each in manifest.audit("one", newest=1)] == ["s2"]
+    assert [each.subject for each in manifest.audit(until_ms=hours[3], newest=2)] == ["s1", "s2"]
+    assert len(manifest.audit(newest=99)) == 4
     with pytest.raises(UnknownDatabase):
         manifest.audit("nope")
 

@@ -82,6 +82,8 @@ def test_a_prefix_gives_exactly_its_rows_in_order(filled: ManifestStore) -> None
         assert len(every) == 18
         for db_id in (0, 1, 2, 3, 2**32 - 1):
             assert [key for key, _ in txn.scan(t.CHUNK_CATALOG, db_id)] == [key for key in every if key[0] == db_id]
+            back = [t.CHUNK_CATALOG.key.unpack(key) for key, _ in txn.raw_scan_back(t.CHUNK_CATALOG, db_id)]
+            assert back == [key for key in reversed(every) if key[0] == db_id]
             for number in (1, 300):
                 found = [key for key, _ in txn.scan(t.CHUNK_CATALOG, db_id, number)]
                 assert found == [key for key in every if key[:2] == (db_id, number)]

@@ -6,7 +6,7 @@ Without a session, but for the last test: readers plan here, and read from pickl
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ import quire
 from quire.core.errors import InvalidInput, NotFound, SnapshotGone, UnknownDatabase
 from quire.manifest import leases
 from quire.manifest import tables as t
-from quire.pages import held_versions
+from quire.pages import anchors, held_versions
+from quire.service.client import Client
 from quire.spark.access import options_of
 from quire.spark.sources import sqlite, views
 from quire.spark.sources.base import KEEP_SECONDS
@@ -155,17 +156,168 @@ def test_a_plan_outlives_its_owner(store: Store, tmp_path: Path, clock: ManualCl
 def test_databases_that_are_dropped_while_a_query_is_planned_are_left_out(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each_name = views.DatabaseSelection.each_name
-
-    def dropping(self: Any, client: Any) -> Iterator[str]:
-        for name in each_name(self, client):
-            yield name
-            if name == "tenant-100":
-                store.drop_many(["tenant-100", "tenant-110"])
-
-    monkeypatch.setattr(views.DatabaseSelection, "each_name", dropping)
+    at_name(monkeypatch, "tenant-100", lambda: store.drop_many(["tenant-100", "tenant-110"]))
     rows = read(*planned(store))
     assert rows == expected(number for number in range(DATABASES) if number not in (100, 110))
+
+
+def at_name(monkeypatch: pytest.MonkeyPatch, reached: str, act: Callable[[], object]) -> None:
+    """Have something happen when the list of databases has come to a name."""
+    each_name = views.DatabaseSelection.each_name
+
+    def acting(self: Any, client: Any) -> Iterator[str]:
+        for name in each_name(self, client):
+            yield name
+            if name == reached:
+                act()
+
+    monkeypatch.setattr(views.DatabaseSelection, "each_name", acting)
+
+
+def test_a_whole_call_of_databases_may_be_dropped_and_the_others_are_not_listed_for_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty call was refused, and each dropped database had all of them listed."""
+    gone = [0, 1, 2, 60, 61, 62, 119]
+    at_name(monkeypatch, "tenant-015", lambda: store.drop_many([f"tenant-{number:03d}" for number in gone]))
+    monkeypatch.setattr(views.DatabaseSelection, "matching", lambda *_: pytest.fail("a list of all databases"))
+    rows = read(*planned(store))
+    assert rows == expected(number for number in range(DATABASES) if number not in gone)
+    assert store.manifest.leases.count() == 1
+
+
+def test_a_database_that_is_renamed_while_a_query_is_planned_is_read_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one was met under both names."""
+    monkeypatch.setattr(sqlite, "PIECE_BYTES", 64 << 10)
+    numbers = "WITH RECURSIVE n(i) AS (VALUES(10) UNION ALL SELECT i + 1 FROM n WHERE i < 3000)"
+    run(store, "tenant-005", f"{numbers} INSERT INTO t SELECT i, printf('%0100d', i) FROM n")
+
+    def rename() -> None:
+        store.rename("tenant-005", "tenant-200")  # large
+        store.rename("tenant-006", "tenant-201")
+
+    monkeypatch.setattr(views, "LISTED_AT_ONCE", 50)  # the list has not come to the new names
+    at_name(monkeypatch, "tenant-070", rename)
+    found = read(*planned(store))
+    assert len(found) == len(set(found)) == 2 * DATABASES + 2_991
+    assert len({row[0] for row in found}) == DATABASES
+    assert {row[0] for row in found if row[0] >= "tenant-2"} == {"tenant-200", "tenant-201"}
+
+
+def test_a_plan_that_fails_keeps_nothing(store: Store) -> None:
+    with pytest.raises(UnknownDatabase, match="has this name"):
+        planned(store, databases="tenant-*,tenants-of-nobody")
+    assert store.manifest.leases.count() == 0
+    with store.manifest.read() as txn:
+        assert txn.count(t.SNAPSHOT_READERS) == 0
+
+
+def test_a_database_that_is_dropped_before_its_log_is_uploaded_is_left_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (4, 50, 51):
+        run(store, f"tenant-{number:03d}", "UPDATE t SET b = 'z'")
+    lend, dropped = Client.lend, ["tenant-050"]
+
+    def late(self: Client, *args: Any, upload: bool = False, **more: Any) -> Any:
+        if upload and "tenant-050" in args[0] and dropped:
+            store.drop(dropped.pop())
+        return lend(self, *args, upload=upload, **more)
+
+    monkeypatch.setattr(Client, "lend", late)
+    reader, parts = planned(store, upload="true")
+    assert not dropped
+    changed = {"tenant-004", "tenant-051"}
+    rows = [row for row in expected() if row[0] != "tenant-050"]
+    assert read(reader, parts) == sorted((*row[:2], "z" if row[0] in changed else row[2]) for row in rows)
+
+
+def test_a_call_that_fails_after_its_rows_were_written_keeps_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database was opened and dropped between the rows of the lease and the look at its version: its row had no version,
+    and whoever came to it was told that the lease had ended."""
+    at_rest, looks = anchors._mark_at_rest, list[int]()
+
+    def dropped_at_second(engine: Any, txn: Any, db_id: int) -> Any:
+        looks.append(db_id)
+        if looks.count(db_id) == 1 or db_id != wanted:
+            return at_rest(engine, txn, db_id)
+        store.drop("tenant-001")
+        return None
+
+    wanted = store.database("tenant-001").db_id
+    monkeypatch.setattr(anchors, "_mark_at_rest", dropped_at_second)
+    reader, parts = planned(store)
+    assert looks.count(wanted) == 2
+    assert read(reader, parts) == expected(number for number in range(DATABASES) if number != 1)
+
+
+def test_names_of_any_alphabet_are_at_the_ends_of_ranges(store: Store) -> None:
+    names = [
+        "tenant-",
+        "tenant-~",
+        "tenant-é",
+        "tenant-ￜ",
+        "tenant-\U0001f600",
+        "tenant-\U0001f600z",
+        "tenant-zz, too",
+    ]
+    store.fork_many("template", names)
+    reader, parts = planned(store)
+    ends = {each.last for part in parts for each in part.value}
+    assert max(ends) == "tenant-\U0001f600z"
+    assert {row[0] for row in read(reader, parts)} == {*names, *(row[0] for row in expected())}
+    assert len(read(reader, parts)) == 2 * (DATABASES + len(names))
+
+
+def test_a_task_that_is_repeated_or_given_up_reads_the_same(store: Store) -> None:
+    reader, parts = planned(store, partitions=2)
+    begun = reader.read(parts[0])
+    assert next(begun).num_rows, "a task that fails here"
+    begun.close()
+    first = read(reader, parts[:1])
+    run(store, first[0][0], "DELETE FROM t")
+    assert read(reader, [parts[0], parts[0]]) == sorted(first * 2), "two of them at once, as with speculation"
+
+
+def test_patterns_and_tags_choose_within_ranges(store: Store) -> None:
+    odd = [number for number in range(DATABASES) if number % 2]
+    for number in odd:
+        store.set_options(f"tenant-{number:03d}", tags={"plan": "paid"})
+    reader, parts = planned(store, tags="plan=paid")
+    assert all(isinstance(each, LentRange) for part in parts for each in part.value)
+    store.set_options("tenant-000", tags={"plan": "paid"})
+    store.set_options("tenant-001", tags={})
+    assert read(reader, parts) == expected(iter(odd))
+    rows = read(*planned(store, databases="tenant-0[0-4]*,tenant-11?"))
+    assert rows == expected(number for number in range(DATABASES) if number < 50 or number >= 110)
+
+
+def test_columns_of_all_databases_are_looked_at_in_waves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All names were taken at once, and the columns of each database kept."""
+    monkeypatch.setattr(sqlite, "COLUMNS_AT_ONCE", 10)
+    each_name, columns = views.DatabaseSelection.each_name, sqlite._columns
+    ahead = [0, 0]  # now, and at most
+
+    def counted(self: Any, client: Any) -> Iterator[str]:
+        for name in each_name(self, client):
+            ahead[0] += 1
+            ahead[1] = max(ahead)
+            yield name
+
+    def looked(*args: Any) -> Any:
+        found = columns(*args)
+        ahead[0] -= 1
+        return found
+
+    monkeypatch.setattr(views.DatabaseSelection, "each_name", counted)
+    monkeypatch.setattr(sqlite, "_columns", looked)
+    source = SqliteSource({"store": store.path, "table": "t", "databases": "tenant-*", "merge_schema": "true"})
+    assert source.schema().names == ["_database", "a", "b"]
+    assert ahead[1] <= 10
 
 
 def test_large_databases_among_many_are_cut_as_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

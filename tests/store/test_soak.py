@@ -34,6 +34,7 @@ def _measured(path: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 600)
 def test_memory_disk_and_descriptors_stay_flat(tmp_path: Path) -> None:
     """The set of active databases moves on, so that all have been active in the end: what each leaves behind adds up."""
     settings = StoreSettings(
@@ -60,8 +61,12 @@ def test_memory_disk_and_descriptors_stay_flat(tmp_path: Path) -> None:
                 samples.append(_measured(tmp_path / "store") | {"seconds": round(elapsed)})
                 sys.stderr.write(json.dumps(samples[-1]) + "\n")
         assert len(store.pages.stores()) <= 2 * ACTIVE + 1
-    middle, last = samples[len(samples) // 2 - 1], samples[-1]
-    assert last["memory_kib"] <= 1.25 * middle["memory_kib"] + 16_384
-    assert last["descriptors"] <= middle["descriptors"] + 64
+    # How many files are open depends on the moment of a sample, so halves are compared by their highest ones.
+    early, late = (
+        {name: max(sample[name] for sample in half) for name in samples[0]}
+        for half in (samples[: len(samples) // 2], samples[len(samples) // 2 :])
+    )
+    assert late["memory_kib"] <= 1.25 * early["memory_kib"] + 16_384
+    assert late["descriptors"] <= min(early["descriptors"], StoreSettings().open_files_max) + 64
     # Every database that becomes active for the first time takes its own: at most 64 KiB each, beyond what all had.
-    assert last["disk_kib"] <= middle["disk_kib"] + 64 * DATABASES
+    assert late["disk_kib"] <= early["disk_kib"] + 64 * DATABASES

@@ -15,7 +15,7 @@ from quire.core.time_parsing import parse_moment
 from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
-    from quire.manifest.reads import AuditEntry
+    from quire.manifest.audit import AuditEntry
 
 WORDS = {
     "snapshot_created": "snapshot created",
@@ -54,11 +54,10 @@ def audit(
                 "`--until` is not after `--since`", hint="`--since 2h --until 1h` is an hour", since=since, until=until
             )
         with manifest.read() as txn:
-            names = names_of(txn)
             wanted = any_database(txn, database) if database else None
-        entries = manifest.audit(wanted, since_ms=since_ms, until_ms=until_ms)
-    shown = entries[-limit:] if limit else entries
-    left = len(entries) - len(shown)
+        entries = manifest.audit(wanted, since_ms=since_ms, until_ms=until_ms, newest=limit + 1 if limit else 0)
+        shown = entries[-limit:] if limit else entries
+        names = names_of(manifest, shown)
     return Listing(
         columns=["when", "database", "what", "subject"],
         rows=[
@@ -66,7 +65,7 @@ def audit(
             for entry in shown
         ],
         empty="no entries" + (" in that time" if since or until else " yet"),
-        closing=f"{left:,} earlier: `--limit 0` shows all" if left else "",
+        closing="there are earlier entries: `--limit 0` lists all" if len(shown) < len(entries) else "",
     )
 
 

@@ -20,7 +20,7 @@ from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import Bench, bar, failure_of
 from quire.cli.jobs import job_json
-from quire.cli.lookup import DryRun, Runner, Snapshot, names_in, names_of, need_pages, need_runner, snapshot_named
+from quire.cli.lookup import DryRun, Runner, Snapshot, names_of, need_pages, need_runner, snapshot_named
 from quire.cli.output import Listing, ListingRow, Note, Report
 from quire.cli.stream import published
 from quire.core.errors import InvalidInput
@@ -149,7 +149,7 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
             raise failure
         if then and store.manifest.jobs.outstanding(db_id, JobKind[then]):
             bench.run(JobKind[then], db_id)
-        names = names_in(store.manifest)
+        names = names_of(store.manifest, [job])
     return Note(text=sentence(job, database), data=job_json(job, names))
 
 
@@ -198,8 +198,8 @@ def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> CliResult:
             for job in jobs:
                 if waiting := store.manifest.jobs.outstanding(job.db_id, JobKind.TRUNCATE):
                     store.worker.run(waiting)
-        known = names_in(store.manifest)
-    failed = [job for job in jobs if job.record.error]
+        failed = [job for job in jobs if job.record.error]
+        known = names_of(store.manifest, failed)
     return CliResult(_many_report(kind, jobs, failed, known), PROBLEMS if failed else OK)
 
 
@@ -233,7 +233,6 @@ def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
         wanted = [txn.database_id(name) for name in names] or [
             db_id for db_id, record in txn.databases() if record.kind is DbKind.PAGES and not record.dropped_at_ms
         ]
-        known = names_of(txn)
         for db_id in wanted:
             if kind == "CHECKPOINT":
                 waiting = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
@@ -242,8 +241,9 @@ def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
                 plan = plan_merge(txn, db_id, shape_of(txn, db_id, ""))
                 number, amount = (len(plan.tasks), plan.read_bytes) if plan is not None else (0, 0)
             if number:
-                data = {"database": known[db_id], "db_id": db_id, "waiting": number, "bytes": amount}
-                rows.append(ListingRow([known[db_id], f"{number:,}", size(amount)], data))
+                name = txn.database_names([db_id]).get(db_id, "")
+                data = {"database": name, "db_id": db_id, "waiting": number, "bytes": amount}
+                rows.append(ListingRow([name, f"{number:,}", size(amount)], data))
     what = "WAL segments" if kind == "CHECKPOINT" else "slots"
     closing = f"{count_of(len(rows), 'database')}, {size(sum(row.data['bytes'] for row in rows))}"
     empty = f"nothing to {kind.lower()}"

@@ -29,11 +29,14 @@ from click.shell_completion import (
 from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import COMPLETING, HERE, Argument, Option, command
 from quire.cli.errors import OK
+from quire.cli.lookup import LISTED
 from quire.cli.output import Note
 from quire.core.errors import InvalidInput, StorageFault
 from quire.manifest import tables as t
 from quire.manifest.tables import TABLES
+from quire.service.values import DatabaseFilter
 from quire.store.info import StoreReader
+from quire.store.listing import matching
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "KIND": ("pages", "stream", "lsm"),
@@ -117,12 +120,16 @@ def answer(program: click.Command, instruction: str) -> int:
 def candidates(metavar: str, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
     """The candidates that begin with `incomplete`, for a parameter with this metavar."""
     try:
-        return [CompletionItem(text) for text in _offered(metavar.strip("[]."), ctx) if text.startswith(incomplete)]
+        return [
+            CompletionItem(text)
+            for text in _offered(metavar.strip("[]."), ctx, incomplete)
+            if text.startswith(incomplete)
+        ]
     except Exception:
         return []  # an error message would end up on the command line that is being typed
 
 
-def _offered(word: str, ctx: click.Context) -> Iterator[str]:
+def _offered(word: str, ctx: click.Context, incomplete: str) -> Iterator[str]:
     if word in WORDS:
         yield from WORDS[word]
     elif word not in {*DATABASES, *SNAPSHOTS, "NAME", "CURSOR", "TABLE"}:
@@ -132,28 +139,27 @@ def _offered(word: str, ctx: click.Context) -> Iterator[str]:
     elif word == "NAME" and ctx.command_path not in NAMED_IN:
         return
     else:
-        yield from _in_store(word, ctx)
+        yield from _in_store(word, ctx, incomplete)
 
 
-def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
+def _in_store(word: str, ctx: click.Context, incomplete: str) -> Iterator[str]:
     with StoreReader(ctx.params.get("store") or HERE) as store, store.read() as txn:
         if word == "CURSOR":
             yield from sorted(row.name for _, row in txn.scan(t.CHANGE_CURSORS) if row.name)
             return
-        live = {db_id: record for db_id, record in txn.databases() if not record.is_dropped}
         if ctx.command_path == "quire undrop":
             yield from sorted({record.former_name for _, record in txn.dropped()})
             return
         if word not in SNAPSHOTS:
             kind = "STREAM" if word == "STREAM" else KINDS.get(ctx.command_path.split()[1], "")
-            yield from sorted(record.name for record in live.values() if kind in ("", record.kind.name))
+            wanted = DatabaseFilter(prefix=incomplete, kind=kind.lower(), limit=LISTED)
+            yield from (record.name for _, record in matching(txn, wanted))
             return
         other = ctx.params.get("of") if word == "B" else ""
         # while an option waits for its value, the arguments are not parsed yet
         database = other or ctx.params.get("database") or next(iter(ctx.args), "")
-        for db_id in (db_id for db_id, record in live.items() if record.name == database):
-            for (_, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX, db_id):
-                yield snapshot.name or str(snapshot_id)
+        for (_, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX, txn.database_id(database)):
+            yield snapshot.name or str(snapshot_id)
 
 
 class Bash(BashComplete):

@@ -11,7 +11,10 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, confirm
@@ -19,7 +22,7 @@ from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.job_progress import Bench
 from quire.cli.jobs import job_json, state_text
-from quire.cli.lookup import Yes, names_in, names_of
+from quire.cli.lookup import Yes, names_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -50,15 +53,48 @@ ROUND = {
 """What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
 
 
-@dataclass(frozen=True)
-class Zero:
-    """An artifact that waits to be deleted."""
+NAMED_MAX = 5
+"""Databases that a line names."""
 
+
+@dataclass(frozen=True, order=True)
+class Zero:
+    """An artifact that waits to be deleted; what goes first is least."""
+
+    due_at_ms: int
     artifact: ArtifactKey
-    database: str
     size_bytes: int
     zero_since_ms: int
-    due_at_ms: int
+
+    @property
+    def db_id(self) -> int:
+        """The database that made it."""
+        return self.artifact.origin_db_id
+
+
+@dataclass
+class Amount:
+    """So many artifacts, and their bytes."""
+
+    artifacts: int = 0
+    size_bytes: int = 0
+
+    def add(self, zero: Zero) -> None:
+        """Count one more."""
+        self.artifacts += 1
+        self.size_bytes += zero.size_bytes
+
+    def __str__(self) -> str:
+        return f"{count_of(self.artifacts, 'artifact')}, {size(self.size_bytes)}" if self.artifacts else "nothing"
+
+
+@dataclass
+class Waiting:
+    """What waits to be deleted: all of it in numbers, and what goes first."""
+
+    first: list[Zero]
+    total: Amount
+    due: Amount
 
 
 @command("gc", example="quire gc --dry-run")
@@ -92,10 +128,10 @@ def gc(
             return _outlook(manifest, grace_ms, limit)
     with cli.owner(grace_seconds=0 if now else None) as store:
         if now and not yes:
-            waiting = at_zero(store.manifest, grace_ms)
+            waiting = at_zero(store.manifest, grace_ms).total
             what = (
-                f"{_amount(waiting)}, and everything this round releases"
-                if waiting
+                f"{waiting}, and everything this round releases"
+                if waiting.artifacts
                 else "everything this round releases"
             )
             question = f"delete at once, even if another process is reading it: {what}?"
@@ -118,33 +154,42 @@ def _keep(cli: Cli, name: str, until: str) -> Note:
 
 
 # ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
-    """Everything at zero, what goes first at the beginning.
+def at_zero(manifest: ManifestStore, grace_ms: int, first: int = 1) -> Waiting:
+    """What is at zero, and the `first` to go (0: all)."""
+    waiting, now = Waiting([], Amount(), Amount()), manifest.clock.now_ms()
+    with manifest.read() as txn:
+        zeros = _counted(_zeros(txn, manifest, grace_ms), waiting, now)
+        waiting.first = nsmallest(first, zeros) if first else sorted(zeros)
+    return waiting
+
+
+def _counted(zeros: Iterator[Zero], waiting: Waiting, now: int) -> Iterator[Zero]:
+    for zero in zeros:
+        waiting.total.add(zero)
+        if zero.due_at_ms <= now:
+            waiting.due.add(zero)
+        yield zero
+
+
+def _zeros(txn: ReadTxn, manifest: ManifestStore, grace_ms: int) -> Iterator[Zero]:
+    """Everything at zero, by database.
 
     Nothing goes before the delete job of its database is due, except with no grace: then that job is run in any case.
     """
-    due: dict[int, int] = {}
-    with manifest.read() as txn:
-        names = names_of(txn)
-        for origin in txn.owners(t.GC_ZERO) if grace_ms else ():
+    for origin, rows in groupby(txn.scan(t.GC_ZERO), key=lambda row: row[0][0]):
+        due, kept = 0, None
+        if grace_ms:
             gate = txn.get(t.JOB_PENDING_INDEX, origin, JobKind.DELETE)
             job = txn.job(gate.value) if gate else None
-            due[origin] = job.not_before_ms if job else 0
-        # Leases are known to the owner alone: whoever only reads learns of them when the delete job was put off.
-        kept = {} if manifest.read_only else {origin: manifest.leases.kept_since(origin) for origin in due}
-        zeros = [_zero(txn, key, row.value, names, grace_ms, kept.get(key[0])) for key, row in txn.scan(t.GC_ZERO)]
-    zeros = [replace(zero, due_at_ms=max(zero.due_at_ms, due.get(zero.artifact.origin_db_id, 0))) for zero in zeros]
-    return sorted(zeros, key=lambda zero: (zero.due_at_ms, zero.artifact))
+            due = job.not_before_ms if job else 0
+            # Leases are known to the owner alone: whoever only reads learns of them when the delete job was put off.
+            kept = None if manifest.read_only else manifest.leases.kept_since(origin)
+        for key, row in rows:
+            zero = _zero(txn, key, row.value, grace_ms, kept)
+            yield replace(zero, due_at_ms=max(zero.due_at_ms, due))
 
 
-def _zero(
-    txn: ReadTxn,
-    key: tuple[Any, ...],
-    since_ms: int,
-    names: dict[int, str],
-    grace_ms: int,
-    kept: tuple[int, int] | None,
-) -> Zero:
+def _zero(txn: ReadTxn, key: tuple[Any, ...], since_ms: int, grace_ms: int, kept: tuple[int, int] | None) -> Zero:
     origin, kind, number, generation, delta = key
     artifact = ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
     due = since_ms + grace_ms
@@ -154,46 +199,47 @@ def _zero(
         due = since_ms  # it has no bytes that somebody could be reading
     row = txn.artifact(artifact)
     purge_after: int = getattr(row, "purge_after_ms", 0)
-    return Zero(artifact, names.get(origin, ""), artifact_bytes(row), since_ms, max(due, purge_after))
+    return Zero(max(due, purge_after), artifact, artifact_bytes(row), since_ms)
 
 
 def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
-    waiting = at_zero(manifest, grace_ms)
+    waiting = at_zero(manifest, grace_ms, limit)
     now = manifest.clock.now_ms()
-    names = names_in(manifest)
-    going = [(names.get(db_id, ""), dropped) for db_id, dropped in _retention(manifest).items()]
-    due = [job for job in manifest.jobs.jobs(JobState.PENDING) if job.record.not_before_ms <= now]
-    shown = waiting[:limit] if limit else waiting
-    more = len(waiting) - len(shown)
+    shown = waiting.first
+    more = waiting.total.artifacts - len(shown)
+    with manifest.read() as txn:
+        names = txn.database_names(zero.db_id for zero in shown)
+        pending = (txn.job(job_id) for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.PENDING))
+        jobs_due = sum(job is not None and job.not_before_ms <= now for job in pending)
+        kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired_objects(txn))
+        names |= txn.database_names(db_id for _, _, db_id in (kept[:limit] if limit else kept))
+    going = _retention(manifest)
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "deleted"],
-        rows=[ListingRow(_cells(zero, now), None) for zero in shown],
+        rows=[ListingRow(_cells(zero, names, now), None) for zero in shown],
         empty="nothing is waiting to be deleted",
         closing=f"{more:,} more: `--limit 0` shows all" if more else "",
     )
-    ready = [zero for zero in waiting if zero.due_at_ms <= now]
-    with manifest.read() as txn:
-        kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired_objects(txn))
+    total, due = waiting.total, waiting.due
     facts = Facts(
         lines=[
-            ("would delete now", _amount(ready)),
-            ("later", _amount([zero for zero in waiting if zero.due_at_ms > now])),
-            ("retention", "; ".join(f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in going)
-             or "would drop nothing"),
-            ("jobs", f"{len(due):,} due"),
+            ("would delete now", str(due)),
+            ("later", str(Amount(total.artifacts - due.artifacts, total.size_bytes - due.size_bytes))),
+            ("retention", _going(going)),
+            ("jobs", f"{jobs_due:,} due"),
             ("kept for the archive", _kept(kept, now)),
         ],
         data=None,
     )  # fmt: skip
     data = {
         "dry_run": True,
-        "artifacts": len(waiting),
-        "size_bytes": sum(zero.size_bytes for zero in waiting),
-        "due_artifacts": len(ready),
-        "due_bytes": sum(zero.size_bytes for zero in ready),
-        "would_drop": dict(going),
-        "jobs_due": len(due),
-        "waiting": [plain(vars(zero)) for zero in shown],
+        "artifacts": total.artifacts,
+        "size_bytes": total.size_bytes,
+        "due_artifacts": due.artifacts,
+        "due_bytes": due.size_bytes,
+        "would_drop": going,
+        "jobs_due": jobs_due,
+        "waiting": [{**plain(vars(zero)), "database": names.get(zero.db_id, "")} for zero in shown],
         "retired": len(kept),
         "retired_since_ms": kept[0][0] if kept else 0,
         "retired_objects": [
@@ -211,27 +257,34 @@ def _kept(kept: list[tuple[int, str, int]], now: int) -> str:
     return f"{count_of(len(kept), 'object')}, retired since {span(now - kept[0][0])} ago ({moment(kept[0][0])})"
 
 
-def _retention(manifest: ManifestStore) -> dict[int, int]:
+def _retention(manifest: ManifestStore) -> dict[str, int]:
     """Database → snapshots that its policy would drop now, where that is any."""
     with manifest.read() as txn:
         databases = list(txn.owners(t.SNAPSHOT_INDEX))
-    going = {db_id: len(manifest.retention.plan(db_id).dropped) for db_id in databases}
-    return {db_id: number for db_id, number in going.items() if number}
+    going = {db_id: number for db_id in databases if (number := len(manifest.retention.plan(db_id).dropped))}
+    with manifest.read() as txn:
+        names = txn.database_names(going)
+    return {names.get(db_id, ""): number for db_id, number in going.items()}
 
 
-def _cells(zero: Zero, now: int) -> list[str]:
+def _going(going: dict[str, int]) -> str:
+    words = [
+        f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in islice(going.items(), NAMED_MAX)
+    ]
+    left = len(going) - len(words)
+    return (
+        "; ".join([*words, *([f"and some of {count_of(left, 'other database')}"] if left else [])])
+        or "would drop nothing"
+    )
+
+
+def _cells(zero: Zero, names: dict[int, str], now: int) -> list[str]:
     key = zero.artifact
     layer = f", delta {key.delta_id}" if key.delta_id else ""
     version = f", generation {key.generation}" if key.generation else ""
-    name = f"{key.kind.name.lower()} {key.id}{version}{layer} of {zero.database or f'#{key.origin_db_id}'}"
+    name = f"{key.kind.name.lower()} {key.id}{version}{layer} of {names.get(zero.db_id) or f'#{zero.db_id}'}"
     due = f"in {span(zero.due_at_ms - now)}" if zero.due_at_ms > now else "now"
     return [name, size(zero.size_bytes) if zero.size_bytes else "-", f"{span(now - zero.zero_since_ms)} ago", due]
-
-
-def _amount(waiting: list[Zero]) -> str:
-    if not waiting:
-        return "nothing"
-    return f"{count_of(len(waiting), 'artifact')}, {size(sum(zero.size_bytes for zero in waiting))}"
 
 
 # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,16 +310,16 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
     ]
     freed = sum(entry.size_bytes for entry in deleted)
     waiting = at_zero(manifest, grace_ms)
-    names = names_in(manifest)
     ran = bench.ran()
+    names = names_of(manifest, ran)
     data = {
         "dry_run": False,
         "round": done,
         "deleted": len(deleted),
         "freed_bytes": freed,
-        "waiting": len(waiting),
-        "waiting_bytes": sum(zero.size_bytes for zero in waiting),
-        "next_due_at_ms": waiting[0].due_at_ms if waiting else 0,
+        "waiting": waiting.total.artifacts,
+        "waiting_bytes": waiting.total.size_bytes,
+        "next_due_at_ms": waiting.first[0].due_at_ms if waiting.first else 0,
         "jobs": [job_json(job, names) for job in ran],
     }
     lines = [("deleted", f"{count_of(len(deleted), 'artifact')}, {size(freed)} freed" if deleted else "nothing")]
@@ -291,9 +344,9 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
     return Report(parts=[facts, table], data=data)
 
 
-def _waits(waiting: list[Zero], now: int) -> str:
-    if not waiting:
+def _waits(waiting: Waiting, now: int) -> str:
+    if not waiting.first:
         return "nothing"
-    due = waiting[0].due_at_ms
+    due = waiting.first[0].due_at_ms
     when = f"the first is deleted in {span(due - now)}" if due > now else "the first can be deleted now"
-    return f"{_amount(waiting)}; {when} ({moment(due)})"
+    return f"{waiting.total}; {when} ({moment(due)})"

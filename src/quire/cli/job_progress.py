@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli.command import on_terminal
 from quire.cli.formatting import visible
-from quire.cli.lookup import names_in
+from quire.cli.lookup import names_of
 from quire.core import errors
 from quire.core.clock import SystemClock
 from quire.core.errors import InternalError, QuireError, Unavailable
@@ -226,5 +226,5 @@ class Display:
             sys.stderr.flush()
 
     def _title(self, job: Job) -> str:
-        name = names_in(self._manifest).get(job.db_id, "")
+        name = names_of(self._manifest, [job]).get(job.db_id, "")
         return f"{job.kind.name.lower()} {name or (f'#{job.db_id}' if job.db_id else '')}".strip()

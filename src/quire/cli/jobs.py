@@ -17,7 +17,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import INTERRUPTED, OK
 from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
 from quire.cli.job_progress import Bench
-from quire.cli.lookup import Log, any_database, log_to, names_in, names_of
+from quire.cli.lookup import Log, any_database, log_to, names_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report, until_interrupted
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -56,19 +56,18 @@ def ls(
     """List jobs, oldest first."""
     wanted = _state_named(state) if state else None
     with cli.reader() as manifest:
-        jobs = manifest.jobs.jobs(wanted)
         now = manifest.clock.now_ms()
         with manifest.read() as txn:
-            names = names_of(txn)
             only = any_database(txn, database) if database else None
-    chosen = [job for job in jobs if only is None or job.db_id == only]
-    shown = chosen[-limit:] if limit else chosen
+        jobs = manifest.jobs.jobs(wanted, db_id=only, newest=limit + 1 if limit else 0)
+        shown = jobs[-limit:] if limit else jobs
+        names = names_of(manifest, shown)
     of_kind = f" {state}" if state else ""
     return Listing(
         columns=[">id", "kind", "database", "state", "created", "what"],
         rows=[ListingRow(_cells(job, names, now), job_json(job, names)) for job in shown],
         empty=f"no{of_kind} jobs",
-        closing=f"{len(chosen) - len(shown):,} older jobs: `--limit 0` shows all" if len(shown) < len(chosen) else "",
+        closing="there are older jobs: `--limit 0` lists all" if len(shown) < len(jobs) else "",
     )
 
 
@@ -149,7 +148,7 @@ def show(cli: Cli, job_id: JobId) -> Facts:
     with cli.reader() as manifest:
         job = manifest.jobs.get(job_id)
         now = manifest.clock.now_ms()
-        names = names_in(manifest)
+        names = names_of(manifest, [job])
     return Facts(lines=_facts(job, names, now), data=job_json(job, names))
 
 
@@ -271,8 +270,8 @@ def cancel(cli: Cli, job_id: JobId) -> Note:
 
 
 def _job_data(store: Store, job_id: int) -> dict[str, Any]:
-    names = names_in(store.manifest)
-    return job_json(store.manifest.jobs.get(job_id), names)
+    job = store.manifest.jobs.get(job_id)
+    return job_json(job, names_of(store.manifest, [job]))
 
 
 # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,8 +307,8 @@ def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: boo
     """What was run, and what waits."""
     now = manifest.clock.now_ms()
     waiting = manifest.jobs.jobs(JobState.PENDING)
-    names = names_in(manifest)
     shown = ran[-SHOWN_MAX:]
+    names = names_of(manifest, shown)
     table = Listing(
         columns=[">id", "kind", "database", "state", "what"],
         rows=[

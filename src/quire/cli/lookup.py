@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from quire.cli.declarations import Argument, Option
 from quire.cli.formatting import article, moment
@@ -26,6 +26,7 @@ from quire.manifest import tables as t
 from quire.manifest.records import DbKind, WalState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from datetime import datetime
 
     from quire.manifest.reads import ReadTxn
@@ -85,6 +86,13 @@ Log = Annotated[
         show_default="QUIRE_LOG, else warnings",
     ),
 ]
+
+
+class AboutDatabase(Protocol):
+    """What is about a database: a job, an entry of the audit."""
+
+    @property
+    def db_id(self) -> int: ...
 
 
 def limit_of(limit: int, *, as_json: bool) -> int:
@@ -147,15 +155,10 @@ def any_database(txn: ReadTxn, text: str) -> int:
         return number
 
 
-def names_of(txn: ReadTxn) -> dict[int, str]:
-    """Id → name of every database, dropped ones included until nothing of them is left."""
-    return txn.database_names()
-
-
-def names_in(manifest: ManifestStore) -> dict[int, str]:
-    """The same, in a transaction of its own."""
+def names_of(manifest: ManifestStore, things: Iterable[AboutDatabase]) -> dict[int, str]:
+    """Id → name of the databases that these things are about, dropped ones included until nothing of them is left."""
     with manifest.read() as txn:
-        return names_of(txn)
+        return txn.database_names(thing.db_id for thing in things)
 
 
 def title_of(snapshot: SnapshotInfo) -> str:

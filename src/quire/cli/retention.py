@@ -24,7 +24,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import bar, failure_of
-from quire.cli.lookup import Database, Yes, names_in, title_of
+from quire.cli.lookup import Database, Yes, title_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
@@ -281,14 +281,15 @@ def _question(going: _Going) -> str:
 # ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _look(manifest: ManifestStore) -> tuple[int, list[_Going]]:
     """How many databases have a policy, and those of which something would go."""
-    names = names_in(manifest)
     known, going = 0, []
     for db_id, _ in manifest.retention.databases():
         with suppress(UnknownDatabase):  # it has just been dropped
             policy_plan = manifest.retention.plan(db_id)
             known += 1
             if policy_plan.dropped:
-                going.append(_Going(names.get(db_id) or f"#{db_id}", policy_plan, _share_of(manifest, policy_plan)))
+                with manifest.read() as txn:
+                    name = txn.database_names([db_id]).get(db_id)
+                going.append(_Going(name or f"#{db_id}", policy_plan, _share_of(manifest, policy_plan)))
     return known, going
 
 

@@ -13,7 +13,7 @@ from quire.cli.checkpoint import sentence
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.gc import at_zero
 from quire.cli.jobs import state_text, summary
-from quire.cli.lookup import names_in
+from quire.cli.lookup import names_of
 from quire.cli.tree import nodes_of
 from quire.core.clock import SystemClock
 from quire.manifest.records import RetentionRecord
@@ -179,19 +179,19 @@ def collection(store: Store, guide: Guide) -> dict[str, int]:
     guide.title("Jobs", "unreferenced artifacts are deleted after a minute")
     store.maintain()
     now = CLOCK.now_ms()
-    names = names_in(store.manifest)
     jobs = store.manifest.jobs.jobs()
+    names = names_of(store.manifest, jobs[-4:])
     rows = [
         [str(job.job_id), job.kind.name.lower(), names.get(job.db_id, "-"), state_text(job), summary(job, now)]
         for job in jobs[-4:]
     ]
     guide.table([">id", "kind", "database", "state", "what"], rows)
     waiting = at_zero(store.manifest, int(store.settings.maintenance.delete_grace_seconds * 1000))
-    total = sum(zero.size_bytes for zero in waiting)
-    if waiting:
-        goes = f"the first is deleted in {span(max(waiting[0].due_at_ms - now, 0))}"
-        guide.say(f"{count_of(len(waiting), 'artifact')} unreferenced, {size(total)}: {goes}")
-    return {"jobs": len(jobs), "waiting": len(waiting), "waiting_bytes": total}
+    number, total = waiting.total.artifacts, waiting.total.size_bytes
+    if waiting.first:
+        goes = f"the first is deleted in {span(max(waiting.first[0].due_at_ms - now, 0))}"
+        guide.say(f"{count_of(number, 'artifact')} unreferenced, {size(total)}: {goes}")
+    return {"jobs": len(jobs), "waiting": number, "waiting_bytes": total}
 
 
 def audit(store: Store, guide: Guide) -> int:

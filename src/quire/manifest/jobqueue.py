@@ -361,10 +361,16 @@ class JobQueue:
             raise UnknownJob("no job has this id", hint="`quire jobs ls` lists them", job_id=job_id)
         return job
 
-    def jobs(self, state: JobState | None = None) -> list[Job]:
-        """All jobs, or those in a state, oldest first."""
+    def jobs(self, state: JobState | None = None, *, db_id: int | None = None, newest: int = 0) -> list[Job]:
+        """All jobs, or those in a state or of a database, oldest first; of these the `newest`, if that is not 0.
+
+        The newest are read from the end of the queue.
+        """
         with self._manifest.read() as txn:
-            return list(_jobs(txn, state))
+            if not newest:
+                return [job for job in _jobs(txn, state) if db_id in (None, job.db_id)]
+            found = (job for job in _jobs_back(txn, state) if db_id in (None, job.db_id))
+            return list(islice(found, newest))[::-1]
 
     def outstanding(self, db_id: int, kind: JobKind) -> int:
         """The job of an exclusive kind that is outstanding for a database; 0 if none is."""
@@ -391,4 +397,11 @@ def _jobs(txn: ReadTxn, state: JobState | None) -> Iterator[Job]:
         return
     for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
         if (job := _job(txn, job_id)) is not None:
+            yield job
+
+
+def _jobs_back(txn: ReadTxn, state: JobState | None) -> Iterator[Job]:
+    table = t.JOB_QUEUE if state is None else t.JOBS_BY_STATE
+    for key, _ in txn.raw_scan_back(table) if state is None else txn.raw_scan_back(table, state):
+        if (job := _job(txn, table.key.unpack(key)[-1])) is not None:
             yield job

@@ -129,7 +129,7 @@ class RollingMetric(msgspec.Struct, frozen=True):
 def rolling(txn: ReadTxn, scopes: Mapping[int, str] | None = None) -> list[RollingMetric]:
     """Every metric, or those of these scopes (id → name), by database and kind; rows that are damaged are left out."""
     if scopes is None:
-        names, rows = txn.database_names(), txn.raw_scan(t.METRICS)
+        names, rows = txn.database_names(txn.owners(t.METRICS)), txn.raw_scan(t.METRICS)
     else:
         names, rows = dict(scopes), chain.from_iterable(txn.raw_scan(t.METRICS, scope) for scope in sorted(scopes))
     metrics: list[RollingMetric] = []

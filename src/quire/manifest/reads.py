@@ -11,15 +11,14 @@ becomes one of ours, in the middle of an iteration too: `StoreClosed` (the trans
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgspec
-from msgspec.structs import asdict, astuple
+from msgspec.structs import astuple
 
 from quire.core.errors import (
     DatabaseTombstoned,
@@ -42,10 +41,9 @@ from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
-from quire.manifest.ops.base import LOCAL_COUNTERS, Component
+from quire.manifest.ops.base import LOCAL_COUNTERS
 from quire.manifest.records import (
     HIDDEN,
-    AuditAction,
     DbKind,
     DbRecord,
     DbStatus,
@@ -85,27 +83,6 @@ BORN_WITH_EPOCHS = "born_with_epochs"
 
 _SEQUENCE = KeyCodec(("sequence", "u64"))
 """The key of the change log, as change.py declares it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
-    """One thing that happened to a database.
-
-    The rows are written by operations, in the transaction that did it, so the audit can neither miss an event nor tell of one
-    that was rolled back. It is kept for `maintenance.audit_seconds`.
-    """
-
-    db_id: int
-    at_ms: int
-    sequence: int
-    """The change record that did it."""
-    action: AuditAction
-    component: Component
-    generation: int
-    """What the component had reached by it."""
-    subject: str
-    number: int
-    size_bytes: int
 
 
 class ReadTxn:
@@ -175,7 +152,7 @@ class ReadTxn:
                 try:
                     row = decode(key, raw)
                 except ManifestDamaged:
-                    if prefix or not self._is_refused(table, key):
+                    if prefix or not self.is_refused(table, key):
                         raise
                     continue  # a walk over all databases goes on without what is closed
                 yield unpack(key), row
@@ -186,7 +163,7 @@ class ReadTxn:
                     record = decode(key, raw)
                 yield unpack(key), record
 
-    def _is_refused(self, table: t.Table[Any], key: bytes) -> bool:
+    def is_refused(self, table: t.Table[Any], key: bytes) -> bool:
         """Whether a row is of a database that is closed for breaking a rule."""
         refused = self._env.refused
         return bool(refused) and table in t.OWNED and ("database", int.from_bytes(key[:4], "big")) in refused
@@ -212,11 +189,19 @@ class ReadTxn:
         except lmdb.Error as error:
             raise self._explain(error) from error
 
-    def raw_scan_back(self, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
-        """All rows as bytes, from the last to the first."""
+    def raw_scan_back(self, table: t.Table[Any], *prefix: Any) -> Iterator[tuple[bytes, bytes]]:
+        """The rows of `raw_scan`, from the last to the first."""
+        first = table.key.prefix(*prefix)
+        end = prefix_end(first) if prefix else None
         try:
             cursor = self._cursor(table.name)
-            return self._rows(cursor.iterprev(), None) if cursor is not None and cursor.last() else iter(())
+            if cursor is None:
+                return iter(())
+            is_after = end is not None and cursor.set_range(end)
+            if not (cursor.prev() if is_after else cursor.last()):
+                return iter(())
+            rows = self._rows(cursor.iterprev(), None)
+            return takewhile(lambda row: row[0].startswith(first), rows) if prefix else rows
         except lmdb.Error as error:
             raise self._explain(error) from error
 
@@ -331,9 +316,13 @@ class ReadTxn:
 
     def damaged_databases(self) -> dict[int, str]:
         """Id → name of the databases that are closed for breaking a rule, or whose row is damaged."""
-        intact = {db_id for db_id, _ in self.databases()}
-        stored = {int(t.DB.key.unpack(key)[0]) for key, _ in self.raw_scan(t.DB)}
-        damaged = stored - intact | self.refused_databases() - {0}  # 0: a namespace, not a database
+        damaged = self.refused_databases() - {0}  # 0: a namespace, not a database
+        for key, raw in self.raw_scan(t.DB):
+            try:
+                t.DB.rows.decode(key, raw)
+            except ManifestDamaged as error:
+                damaged.add(db_id := int(t.DB.key.unpack(key)[0]))
+                self.report_damage(db_id, error)
         return {db_id: self.indexed_name(db_id) for db_id in sorted(damaged)}
 
     def dropped_id(self, name: str | int) -> int:
@@ -356,12 +345,18 @@ class ReadTxn:
                 if (record := self.database(db_id)) is not None and record.former_name:
                     yield db_id, record
 
-    def database_names(self) -> dict[int, str]:
-        """Id → name of every database, dropped ones included until nothing of them is left."""
-        names = {db_id: record.title for db_id, record in self.databases()}
-        if len(names) == self.count(t.DB) and not self._env.refused:
-            return names
-        return self.damaged_databases() | names
+    def database_names(self, db_ids: Iterable[int]) -> dict[int, str]:
+        """Id → name of these databases, dropped ones included until nothing of them is left; nothing of the others is read."""
+        names: dict[int, str] = {}
+        for db_id in dict.fromkeys(db_ids):
+            try:
+                record = self.database(db_id)
+            except ManifestDamaged:
+                names[db_id] = self.indexed_name(db_id)
+                continue
+            if record is not None:
+                names[db_id] = record.title
+        return names
 
     def report_damage(self, db_id: int, error: ManifestDamaged) -> None:
         """Report a database that is left out because its rows are damaged: once in a process."""
@@ -535,13 +530,6 @@ class ReadTxn:
                 start = owner + 1
         except lmdb.Error as error:
             raise self._explain(error) from error
-
-    def audit(self, db_id: int, *, since_ms: int = 0, until_ms: int | None = None) -> Iterator[AuditEntry]:
-        """What happened to one database in [since, until), oldest first."""
-        for (owner, at_ms, sequence, _), row in self.scan(t.AUDIT, start=(db_id, since_ms, 0, 0)):
-            if owner != db_id or (until_ms is not None and at_ms >= until_ms):
-                return
-            yield AuditEntry(owner, at_ms, sequence, **{**asdict(row), "component": Component(row.component)})
 
     def next_id(self, counter: Counter) -> int:
         """The next id a counter will hand out."""

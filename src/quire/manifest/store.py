@@ -31,6 +31,7 @@ from quire.core.settings import ManifestSettings
 from quire.durable.names import check_name
 from quire.manifest import namespaces
 from quire.manifest import tables as t
+from quire.manifest.audit import AuditEntry, audit_entries
 from quire.manifest.check import check
 from quire.manifest.checked_point import point_of, write_point
 from quire.manifest.env import ManifestEnv
@@ -51,7 +52,7 @@ from quire.manifest.ops.databases import (
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
 from quire.manifest.ownership import close_broken, next_ids, own
-from quire.manifest.reads import AuditEntry, ReadTxn, table_named
+from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
     DbKind,
@@ -224,12 +225,16 @@ class ManifestStore:
             return list(check(txn))
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
-    def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
-        """What happened to a database (or to all, those that are gone included) in [since, until), oldest first."""
+    def audit(
+        self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None, newest: int = 0
+    ) -> list[AuditEntry]:
+        """What happened to a database (or to all, those that are gone included) in [since, until), oldest first.
+
+        With `newest` the last so many of these, and no others are decoded or kept.
+        """
         with self.read() as txn:
-            wanted = [txn.database_id(db) if isinstance(db, str) else db] if db is not None else txn.owners(t.AUDIT)
-            entries = [entry for db_id in wanted for entry in txn.audit(db_id, since_ms=since_ms, until_ms=until_ms)]
-        return sorted(entries, key=lambda entry: entry.sequence)
+            db_id = txn.database_id(db) if isinstance(db, str) else db
+            return audit_entries(txn, db_id, since_ms=since_ms, until_ms=until_ms, newest=newest)
 
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
     def allocate(self, counter: Counter) -> int:

@@ -148,14 +148,19 @@ def lend(
             with manifest.read() as txn:
                 if db_id in opened or _mark_at_rest(engine, txn, db_id) == marks[db_id]:
                     views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
-    for db_id, view in views.items():
-        leases.narrow(lease_id, db_id, _origins(view))
-    if woken := [db_id for db_id in db_ids if db_id not in views]:  # somebody has opened them meanwhile
-        names = [called[db_id] for db_id in woken if db_id in called]
-        _, late = lend(engine, woken, seconds, lease_id=lease_id, tags=tags, labels=names)
-        views.update(zip(woken, late))
-    found = [views[db_id] for db_id in db_ids]
-    return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in found] if upload else found
+    try:
+        for db_id, view in views.items():
+            leases.narrow(lease_id, db_id, _origins(view))
+        if woken := [db_id for db_id in db_ids if db_id not in views]:  # somebody has opened them meanwhile
+            names = [called[db_id] for db_id in woken if db_id in called]
+            _, late = lend(engine, woken, seconds, lease_id=lease_id, tags=tags, labels=names)
+            views.update(zip(woken, late))
+        found = [views[db_id] for db_id in db_ids]
+        return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in found] if upload else found
+    except BaseException:
+        # One of them was dropped meanwhile: nobody has the versions, and who asks for those of the lease must not meet them.
+        leases.let_go([(lease_id, db_id) for db_id in db_ids])
+        raise
 
 
 def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:

@@ -237,10 +237,10 @@ def test_a_damaged_manifest_log_is_told_and_the_rest_is_shown(anybody: Asker, st
 def test_the_samples_of_segments_are_bounded() -> None:
     history = History()
     for moment in range(SAMPLES + 40):
-        history.sample(moment, [(1, {"open": moment})])
+        history.sample(moment, {1: {"open": moment}})
     assert len(history.of(1)) == SAMPLES
     assert history.of(1)[0] == (40, {"open": 40})
-    history.sample(999, [(db_id, {"open": 1}) for db_id in range(2, DATABASES + 50)])
+    history.sample(999, {db_id: {"open": 1} for db_id in range(2, DATABASES + 50)})
     assert history.of(1) == []
     assert sum(bool(history.of(db_id)) for db_id in range(2, DATABASES + 50)) == DATABASES
 

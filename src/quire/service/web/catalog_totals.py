@@ -1,10 +1,11 @@
-"""One walk over the catalogs: how much of what there is, where it is, and whether it was verified.
+"""A walk over the catalogs, or over what they have of one database: how much there is, where it is, and whether it was
+verified.
 
 Terms
-  survey   the figures of one database: of the artifacts it made, and of the WAL segments it tracks
+  survey   the figures of a database, or of all: of the artifacts it made, and of the WAL segments it tracks
 
 Rules
-  1. Each catalog is read once, whatever the number of databases; who shows figures keeps them for a moment
+  1. For all, each catalog is read once, and nothing is kept of a single database; who shows the sums keeps them for a moment
      (`response_cache.py`).
   2. An artifact counts for the database that made it, once, however many forks share it (M6).
 
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.manifest import tables as t
@@ -27,14 +29,13 @@ from quire.manifest.records import Residency, VerifyState, WalState
 DAMAGED_MAX = 100
 """Damaged artifacts that are listed; all are counted."""
 
-COUNTERS = ("segments", "tiers", "tier_bytes", "verified")
 UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 _DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
 
 
 @dataclass(slots=True)
 class Survey:
-    """Figures of one database. Counters are by the lower-case names of their states."""
+    """Figures of one database, or of all. Counters are by the lower-case names of their states."""
 
     chunks: int = 0
     chunk_bytes: int = 0
@@ -80,54 +81,49 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The surveys of all databases."""
+    """The survey of all databases, and what of it is damaged."""
 
-    databases: dict[int, Survey]
-    totals: dict[str, Counter[str]]
-    """The counters, over all databases: added up once, however often they are shown."""
+    sums: Survey
     damaged: list[Damaged]
     damaged_count: int
 
-    def of(self, db_id: int) -> Survey:
-        return self.databases.get(db_id) or Survey()
 
-    def total(self, name: str) -> Counter[str]:
-        """One of the counters, over all databases."""
-        return self.totals[name]
+def survey_of(txn: ReadTxn, db_id: int) -> Survey:
+    """The figures of one database; of one that is closed, as far as its rows can be read."""
+    one = Survey()
+    try:
+        for _, row, size_bytes in _artifacts(txn, one, db_id):
+            one.add_artifact(row, size_bytes)
+    except ManifestDamaged:
+        if db_id not in txn.refused_databases():
+            raise
+    return one
 
 
 def survey(txn: ReadTxn) -> Whole:
-    """The figures of every database that has any."""
-    databases: dict[int, Survey] = {}
+    """The figures of all databases together."""
+    sums, count = Survey(), 0
     damaged: list[Damaged] = []
-    count = 0
-    for key, row, size_bytes in _artifacts(txn, databases):
-        databases[key.origin_db_id].add_artifact(row, size_bytes)
+    for key, row, size_bytes in _artifacts(txn, sums):
+        sums.add_artifact(row, size_bytes)
         if row.verify_state in _DAMAGED:
             count += 1
             if len(damaged) < DAMAGED_MAX:
                 state = word(row.verify_state)
                 damaged.append(Damaged(key.origin_db_id, object_key(key), state, size_bytes, row.verified_at_ms))
-    totals = {name: Counter[str]() for name in COUNTERS}
-    for one in databases.values():
-        for name, total in totals.items():
-            total.update(getattr(one, name))
-    return Whole(databases, totals, damaged, count)
+    return Whole(sums, damaged, count)
 
 
-def _artifacts(txn: ReadTxn, databases: dict[int, Survey]) -> Iterator[tuple[ArtifactKey, Any, int]]:
-    for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
-        one = databases.setdefault(origin, Survey())
+def _artifacts(txn: ReadTxn, one: Survey, *database: int) -> Iterator[tuple[ArtifactKey, Any, int]]:
+    for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG, *database):
         one.chunks += 1
         one.chunk_bytes += chunk.size_bytes
         yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), chunk, chunk.size_bytes
-    for (origin, slot, generation, delta_id), delta in txn.scan(t.CHUNK_DELTA_INDEX):
-        one = databases.setdefault(origin, Survey())
+    for (origin, slot, generation, delta_id), delta in txn.scan(t.CHUNK_DELTA_INDEX, *database):
         one.deltas += 1
         one.delta_bytes += delta.size_bytes
         yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, delta_id), delta, delta.size_bytes
-    for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
-        one = databases.setdefault(db_id, Survey())
+    for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG, *database):
         one.segments[word(row.state)] += 1
         if row.state in UNABSORBED:
             one.unabsorbed_bytes += row.used_bytes

@@ -18,7 +18,6 @@ from quire.core.timeline import step_back
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
-from quire.service.web.dashboard_state import names_of
 
 OPERATIONS_MAX = 12
 ITEMS_MAX = 8
@@ -41,7 +40,7 @@ def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:
         return []
     rows = islice(txn.scan(CHANGE_LOG, start=(first,)), last - first + 1)
     concerned = [(record, _concerned(record)) for _, record in rows if record.sequence <= last]
-    names = names_of(txn, {db_id for _, db_ids in concerned for db_id in db_ids})
+    names = txn.database_names(db_id for _, db_ids in concerned for db_id in db_ids)
     return [_summary(record, [names.get(db_id) or f"#{db_id}" for db_id in db_ids]) for record, db_ids in concerned]
 
 

@@ -12,17 +12,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from heapq import nlargest
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.core.errors import ManifestDamaged
 from quire.durable import names
 from quire.durable.names import lsm_home
 from quire.durable.space import Space, given_bytes, measure
+from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalStateRecord
 from quire.service.api import StoreApi
-from quire.service.web.catalog_totals import Whole, survey
-from quire.service.web.history import History
+from quire.service.web.catalog_totals import Survey, Whole, survey, survey_of
+from quire.service.web.history import DATABASES, History
 from quire.service.web.response_cache import Cached
 
 if TYPE_CHECKING:
@@ -35,20 +36,6 @@ FILES_MAX = 20_000
 """Files of one database whose sizes are added up; a database with more is told as `at least`."""
 
 STREAM_PARTS = ("hot", "warm", "manifest")
-
-
-def names_of(txn: ReadTxn, db_ids: Iterable[int]) -> dict[int, str]:
-    """Id → name of these databases, as of `ReadTxn.database_names`; nothing of the others is read."""
-    found: dict[int, str] = {}
-    for db_id in db_ids:
-        try:
-            record = txn.database(db_id)
-        except ManifestDamaged:
-            found[db_id] = txn.indexed_name(db_id)
-            continue
-        if record is not None:
-            found[db_id] = record.title
-    return found
 
 
 class Explain(Protocol):
@@ -77,13 +64,25 @@ class Sight:
         self.started_ms = self.clock.now_ms()
 
     def survey(self) -> Whole:
-        """The figures of every database."""
+        """The figures of all databases together."""
 
         def make() -> Whole:
             with self.manifest.read() as txn:
                 return survey(txn)
 
         return self.cached.get("survey", make)
+
+    def survey_of(self, db_id: int) -> Survey:
+        """The figures of a database."""
+        with self.manifest.read() as txn:
+            return survey_of(txn, db_id)
+
+    def sample(self) -> None:
+        """Have the history remember the present."""
+        with self.manifest.read() as txn:
+            first = islice(txn.owners(t.WAL_CATALOG), DATABASES)
+            segments = {db_id: survey_of(txn, db_id).segments for db_id in first}
+        self.history.sample(self.clock.now_ms(), segments)
 
     def open_figures(self) -> dict[int, DatabaseFigures]:
         """What the page engine counts, of the databases it has open."""
@@ -146,7 +145,7 @@ class Sight:
     def names(self, db_ids: Iterable[int]) -> dict[int, str]:
         """Id → name of these databases."""
         with self.manifest.read() as txn:
-            return names_of(txn, db_ids)
+            return txn.database_names(db_ids)
 
     def files_bytes(self, db_id: int, kind: DbKind) -> int:
         """The bytes of a database's own directories: streams and key-value databases keep their files there."""

@@ -38,7 +38,7 @@ SNAPSHOTS_MAX = 500
 def database_page(sight: Sight, name: str) -> dict[str, Any]:
     """Everything the page of a database shows."""
     info: Any = sight.store.database(name)
-    one = sight.survey().of(info.db_id)
+    one = sight.survey_of(info.db_id)
     page = {
         "now_ms": sight.clock.now_ms(),
         "database": {
@@ -109,7 +109,7 @@ def _pages(sight: Sight, info: Any) -> dict[str, Any]:
         "wal": wal,
         "newest_lsn": newest_lsn,
         "size_pages": size_pages,
-        "wal_pages": figures.page_index_rows if figures else sight.survey().of(info.db_id).unabsorbed_pages,
+        "wal_pages": figures.page_index_rows if figures else sight.survey_of(info.db_id).unabsorbed_pages,
         "figures": figures,
         "floor_lsn": lowest if lowest is not None else newest_lsn,
         "readers": readers,

@@ -2,7 +2,7 @@
 
 Rules
   1. Bounded: the last `SAMPLES` of at most `DATABASES` databases, in memory; a new owner starts with none.
-  2. Taking a sample is one look at figures that pages ask for anyway.
+  2. Taking a sample reads the catalog rows of these, whatever the number of the others.
 
 Threads: `sample` by one; `of` by any.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 SAMPLES = 360
 DATABASES = 256
@@ -27,13 +27,12 @@ class History:
         self._lock = threading.Lock()
         self._samples: dict[int, deque[Sample]] = {}
 
-    def sample(self, at_ms: int, segments: Iterable[tuple[int, Mapping[str, int]]]) -> None:
+    def sample(self, at_ms: int, segments: Mapping[int, Mapping[str, int]]) -> None:
         """Remember what was counted at a moment; databases that are not named are forgotten."""
-        now = dict(segments)
         with self._lock:
-            for gone in self._samples.keys() - now.keys():
+            for gone in self._samples.keys() - segments.keys():
                 del self._samples[gone]
-            for db_id, counts in now.items():
+            for db_id, counts in segments.items():
                 if db_id in self._samples or len(self._samples) < DATABASES:
                     self._samples.setdefault(db_id, deque(maxlen=SAMPLES)).append((at_ms, dict(counts)))
 

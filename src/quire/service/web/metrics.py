@@ -71,6 +71,7 @@ class StoreCollector(_Collector):
         """The current figures."""
         yield Info("quire_build", "the version that owns the store", value={"version": version("quire")})
         info, whole = self._sight.info(), self._sight.survey()
+        sums = whole.sums
         state = Gauge("quire_owner_state", "1 for where the store stands in its bucket", labels=["state"])
         for state_name in OWNER_STATES:
             state.add_metric([state_name], state_name == info.owner_state)
@@ -88,13 +89,13 @@ class StoreCollector(_Collector):
         yield Gauge("quire_feed_head_sequence", "the newest change", value=info.newest_change)
         yield Gauge("quire_feed_oldest_sequence", "the oldest change that is kept", value=info.oldest_change)
         for name, text, counter, label in (
-            ("quire_wal_segments", "WAL segments by state", "segments", "state"),
-            ("quire_artifacts", "artifacts by where they are", "tiers", "tier"),
-            ("quire_artifact_bytes", "bytes of artifacts by where they are", "tier_bytes", "tier"),
-            ("quire_artifacts_verified", "artifacts by what a verification said", "verified", "state"),
+            ("quire_wal_segments", "WAL segments by state", sums.segments, "state"),
+            ("quire_artifacts", "artifacts by where they are", sums.tiers, "tier"),
+            ("quire_artifact_bytes", "bytes of artifacts by where they are", sums.tier_bytes, "tier"),
+            ("quire_artifacts_verified", "artifacts by what a verification said", sums.verified, "state"),
         ):
             gauge = Gauge(name, text, labels=[label])
-            for state_name, count in sorted(whole.total(counter).items()):
+            for state_name, count in sorted(counter.items()):
                 gauge.add_metric([state_name], count)
             yield gauge
         yield Gauge("quire_artifacts_damaged", "artifacts found missing or altered", value=whole.damaged_count)

@@ -25,7 +25,8 @@ from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, JobKin
 from quire.manifest.snapshots import with_ancestors
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import changes
-from quire.service.web.dashboard_state import Sight, names_of
+from quire.service.web.catalog_totals import survey_of
+from quire.service.web.dashboard_state import Sight
 
 DATABASES_MAX = 1_000
 SNAPSHOTS_MAX = 200
@@ -37,13 +38,14 @@ OUTSTANDING_MAX = 500
 # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def overview(sight: Sight) -> dict[str, Any]:
     """Everything the first page shows."""
-    store, whole = sight.store, sight.survey()
+    store, sums = sight.store, sight.survey().sums
     infos = store.databases(limit=DATABASES_MAX)
     disk = shutil.disk_usage(store.path)
     with sight.manifest.read() as txn:
         rows = [_database_row(sight, txn, info) for info in infos]
     opened, space = sight.open_figures(), sight.space()
-    closed_bytes = sum(one.unabsorbed_bytes for db_id, one in whole.databases.items() if db_id not in opened)
+    # What the catalogs say of those that are open is older than what the engine says.
+    closed_bytes = max(sums.unabsorbed_bytes - sum(sight.survey_of(db_id).unabsorbed_bytes for db_id in opened), 0)
     return {
         "store": sight.info(),
         "quire": version("quire"),
@@ -55,12 +57,9 @@ def overview(sight: Sight) -> dict[str, Any]:
         "wal_bytes": closed_bytes + sum(figures.wal_bytes for figures in opened.values()),
         "segments_blocked": sum(figures.segments_blocked for figures in opened.values()),
         "jobs": sight.cached.get("states", lambda: _states(sight)),
-        "tiers": {
-            name: {"artifacts": count, "bytes": whole.total("tier_bytes")[name]}
-            for name, count in whole.total("tiers").items()
-        },
-        "segments": whole.total("segments"),
-        "verified": whole.total("verified"),
+        "tiers": {name: {"artifacts": count, "bytes": sums.tier_bytes[name]} for name, count in sums.tiers.items()},
+        "segments": sums.segments,
+        "verified": sums.verified,
         "readers": sight.readers(),
         "cursors": _cursors(sight),
         "disk_free_bytes": disk.free,
@@ -86,7 +85,7 @@ def _states(sight: Sight) -> dict[str, int]:
 
 
 def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
-    one, wal = sight.survey().of(info.db_id), txn.wal_state(info.db_id)
+    one, wal = survey_of(txn, info.db_id), txn.wal_state(info.db_id)
     figures, leases = sight.open_figures().get(info.db_id), sight.leases(info.db_id)
     size_bytes = one.size_bytes or sight.files_bytes(info.db_id, info.kind)
     newest, _ = sight.newest(info.db_id, wal)
@@ -177,7 +176,7 @@ def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
             (job_id,) = t.JOB_QUEUE.key.unpack(key)
             by_id.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
         total = txn.count(t.JOB_QUEUE)
-        names = names_of(txn, {job.db_id for job in by_id.values()})
+        names = txn.database_names(job.db_id for job in by_id.values())
     shown = [by_id[job_id] for job_id in sorted(by_id, reverse=True) if not db_id or by_id[job_id].db_id == db_id]
     return {
         "now_ms": sight.clock.now_ms(),
@@ -226,23 +225,25 @@ def _result(record: JobRecord) -> dict[str, Any]:
 def verification(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
     """What was verified, when, and what was found damaged: of a page of databases, and in total."""
     whole, (infos, after) = sight.survey(), _page(sight, wanted)
+    with sight.manifest.read() as txn:
+        surveys = [(info, survey_of(txn, info.db_id)) for info in infos]
     rows = [
         {
             "db_id": info.db_id,
             "name": info.name,
-            "artifacts": sum(whole.of(info.db_id).verified.values()),
-            "verified": whole.of(info.db_id).verified,
-            "oldest_verified_ms": whole.of(info.db_id).oldest_verified_ms,
+            "artifacts": sum(one.verified.values()),
+            "verified": one.verified,
+            "oldest_verified_ms": one.oldest_verified_ms,
         }
-        for info in infos
-        if info.kind is DbKind.PAGES or whole.of(info.db_id).verified  # sets keep their own files, and other checks
+        for info, one in surveys
+        if info.kind is DbKind.PAGES or one.verified  # sets keep their own files, and other checks
     ]
     names = sight.names({artifact.db_id for artifact in whole.damaged})
     runs = [job for job in jobs(sight)["jobs"] if job["kind"] == plain(JobKind.VERIFY)]
     damaged = [{**plain(artifact), "database": names.get(artifact.db_id, "")} for artifact in whole.damaged]
     return {
         "now_ms": sight.clock.now_ms(),
-        "totals": whole.total("verified"),
+        "totals": whole.sums.verified,
         "databases": rows,
         "databases_left_out": _left_out(sight, len(infos)),
         "after": after,

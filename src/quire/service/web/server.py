@@ -226,9 +226,7 @@ class WebServer:
         sight, stopping = self._web.sight, self._web.context.stopping
         while not stopping.is_set():
             try:
-                whole = sight.survey()
-                counts = ((db_id, one.segments) for db_id, one in whole.databases.items() if one.segments)
-                sight.history.sample(sight.clock.now_ms(), counts)
+                sight.sample()
             except QuireError as error:
                 emit("info", "web.sample_failed", error=error.what)
             stopping.wait(self._settings.http_sample_seconds)

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 SHAPING = ("table", "columns", "types", "merge_schema", "misfits")
 """Options that say which columns there are, and of what types."""
 
+COLUMNS_AT_ONCE = 256
+"""Databases whose columns are looked at before those of others are asked for."""
+
 PIECE_BYTES = 16 * MIB
 """Of a database that is not cut."""
 
@@ -167,23 +170,28 @@ class SqliteReader(PiecesReader):
 def described(client: Client, request: VersionRequest, options: Options) -> StructType:
     """The columns of a table in the databases that are asked for: as the first one that has it says, or of all of them."""
     name, where, merge = options.need("table"), options.text("where"), options.flag("merge_schema")
-    missing: list[NotFound] = []
+    missing: NotFound | None = None
 
     def columns_in(database: str) -> list[SampledColumn] | None:
+        nonlocal missing
         try:
             return _columns(client, request, database, name, where)
         except NotFound as error:
             if request.absent == "error":
                 raise
-            missing.append(error)
+            missing = error
             return None
 
     with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-columns") as pool:
-        every = (pool.map if merge else map)(columns_in, request.each_name(client))
-        tables = list(islice((columns for columns in every if columns is not None), None if merge else 1))
-    if not tables:
-        raise missing[-1]
-    return table_schema(united(tables), options.names("columns"), parsed_types(options.text("types")))
+        names = request.each_name(client)
+        # In waves: a pool would take all names at once, and keep the columns of each until they are asked for.
+        waves = iter(lambda: list(islice(names, COLUMNS_AT_ONCE)), [])
+        every = chain.from_iterable(pool.map(columns_in, wave) for wave in waves) if merge else map(columns_in, names)
+        tables = (columns for columns in every if columns is not None)
+        columns = united(tables if merge else islice(tables, 1))
+    if missing is not None and not columns:
+        raise missing
+    return table_schema(columns, options.names("columns"), parsed_types(options.text("types")))
 
 
 def _columns(client: Client, request: VersionRequest, database: str, name: str, where: str) -> list[SampledColumn]:

@@ -31,7 +31,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot
+from quire.core.errors import DatabaseTombstoned, InvalidInput, UnknownDatabase, UnknownSnapshot
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.jobs.locations import StorePool
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from quire.service.client import Client
+    from quire.service.messages import LentViews
     from quire.service.values import DatabaseInfo
 
 OPTIONS = ("database", "databases", "tags", "snapshot", "absent", "keep_seconds", "upload", "partitions")
@@ -243,26 +244,33 @@ class VersionRequest(DatabaseSelection):
         if self.snapshot or len(listed) <= LISTED_MAX:
             return self.versions(client, [*listed, *names]), []
         (_, root), options = self._reading(client), object_options(client.server)
-        large, ranges = list[LocatedVersion](), list[LentRange]()
+        large, ranges = dict[int, LocatedVersion](), list[LentRange]()
         lease_id, after, rest = 0, "", chain(listed, names)
-        while some := list(islice(rest, LENT_AT_ONCE)):
-            lease_id, views = self._lend(client, some, lease_id, keep=True)
-            range_bytes, first = 0, after  # of the small ones between two large ones
-            for name, view in views.items():
-                version = LocatedVersion(name, view, root, lease_id, options)
-                if version.size_bytes <= small_bytes:
-                    range_bytes += version.size_bytes + OPENING_BYTES
-                else:
-                    large.append(version)
-                    if range_bytes:
-                        ranges.append(LentRange(lease_id, first, after, range_bytes, root, options))
-                    range_bytes, first = 0, name
-                after = name
-            if range_bytes:
-                ranges.append(LentRange(lease_id, first, after, range_bytes, root, options))
-            if len(ranges) > RANGES_MAX:
-                ranges = joined(ranges, 4 * sum(each.size_bytes for each in ranges) // RANGES_MAX)
-        return large, ranges
+        try:
+            while some := list(islice(rest, LENT_AT_ONCE)):
+                lease_id, views = self._lend(client, some, lease_id, keep=True)
+                range_bytes, first = 0, after  # of the small ones between two large ones
+                for name, view in views.items():
+                    version = LocatedVersion(name, view, root, lease_id, options)
+                    # One that was renamed meanwhile is met again: the lease has it by its new name, so it goes by that.
+                    large.pop(view.db_id, None)
+                    if version.size_bytes <= small_bytes:
+                        range_bytes += version.size_bytes + OPENING_BYTES
+                    else:
+                        large[view.db_id] = version
+                        if range_bytes:
+                            ranges.append(LentRange(lease_id, first, after, range_bytes, root, options))
+                        range_bytes, first = 0, name
+                    after = name
+                if range_bytes:
+                    ranges.append(LentRange(lease_id, first, after, range_bytes, root, options))
+                if len(ranges) > RANGES_MAX:
+                    ranges = joined(ranges, 4 * sum(each.size_bytes for each in ranges) // RANGES_MAX)
+        except BaseException:
+            if lease_id:
+                client.release_lease(lease_id)
+            raise
+        return list(large.values()), ranges
 
     def _newest(self, client: Client, names: list[str], holder: str = "") -> list[LocatedVersion]:
         lease_id, views = 0, dict[str, SnapshotView]()
@@ -277,21 +285,32 @@ class VersionRequest(DatabaseSelection):
         """(the lease, views by name). A database that is dropped after it was found by a pattern is left out."""
         upload, _ = self._reading(client)
         given: dict[str, Any] = {"holder": holder, "keep": keep}
+        lent: LentViews | None = None
         try:
             lent = client.lend(names, self.keep_seconds, lease_id=lease_id, **given)
-        except UnknownDatabase:
+            views = dict(zip(names, lent.views, strict=True))
+            # To upload needs more than to read, so it is asked for only if there is something.
+            if upload and (bare := [name for name in names if without_object(views[name])]):
+                late = client.lend(bare, self.keep_seconds, lease_id=lent.lease_id, upload=True, **given)
+                views.update(zip(bare, late.views, strict=True))
+        except (UnknownDatabase, DatabaseTombstoned):
             if holder or not self.is_many:
                 raise
-            left = {database.name for database in self.matching(client)}
-            if left.issuperset(names):
+            left = [name for name in names if self._is_there(client, name)]
+            if left == names:
                 raise
-            return self._lend(client, [name for name in names if name in left], lease_id, keep=keep)
-        lease_id, views = lent.lease_id, dict(zip(names, lent.views, strict=True))
-        # To upload needs more than to read, so it is asked for only if there is something.
-        if upload and (bare := [name for name in names if without_object(views[name])]):
-            lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True, **given)
-            views.update(zip(bare, lent.views, strict=True))
-        return lease_id, views
+            # What was lent, and dropped before it was uploaded, must not be among the versions that tasks ask for.
+            if lent is not None:
+                client.let_go([(lent.lease_id, view.db_id) for view in lent.views])
+            return self._lend(client, left, lease_id, keep=keep) if left else (lease_id, {})
+        return lent.lease_id, views
+
+    def _is_there(self, client: Client, name: str) -> bool:
+        try:
+            database = client.database(name)
+        except UnknownDatabase:
+            return False
+        return database.kind.name == self._kind and self._has_tags(database)
 
     def lend_to(self, client: Client, holder: str, names: list[str]) -> int:
         """Have the newest versions of databases kept for a holder that comes back for them; the id of the lease."""
