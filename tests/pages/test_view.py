@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import quire
@@ -102,6 +103,8 @@ def test_a_view_travels_and_needs_only_an_object_store_and_the_shared_directory(
             reader.read_page(20)
         with pytest.raises(OutOfRange):
             reader.read_pages([0, -1])
+        with pytest.raises(OutOfRange):
+            reader.read_rows(np.array([0, 20]))
     pages.stop()
 
 
@@ -343,6 +346,12 @@ def test_a_missing_or_altered_chunk_is_corruption_and_other_slots_are_still_read
         assert reader.read_page(page) == model.newest.page(page)
     with pytest.raises(Corruption, match="missing"):
         reader.read_page(8)
+    with pytest.raises(Corruption, match="missing"):
+        reader.read_rows(np.array([19, 8, 0]))
+    assert [row.tobytes() for row in reader.read_rows(np.array([19, 0]))] == [
+        model.newest.page(19),
+        model.newest.page(0),
+    ]
     with store.open_snapshot() as live:
         with pytest.raises(Corruption, match="missing"):
             live.read_page(8)
@@ -354,6 +363,8 @@ def test_a_missing_or_altered_chunk_is_corruption_and_other_slots_are_still_read
         objects[1].write_bytes(bytes(altered))
         with pytest.raises(Corruption):
             live.read_page(8)
+        with pytest.raises(Corruption):
+            reader.read_rows(np.array([9, 8]))
         objects[1].write_bytes(lost)
         assert live.read_page(8) == model.newest.page(8), "once it is restored, it is found"
     pages.stop()

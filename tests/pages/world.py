@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.core.errors import JobAlreadyPending, StoreClosed
@@ -34,6 +35,7 @@ from quire.pages.pagestore import PageStore
 from quire.pages.segment import ENTRY_BYTES, FRAME_HEAD_BYTES, HEADER_BYTES
 from quire.pages.snapshot import Snapshot
 from quire.pages.transaction import WriteTxn
+from quire.pages.view import ViewReader
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
 
@@ -115,6 +117,10 @@ def assert_reads(reader: Snapshot, version: Version) -> None:
         assert reader.read_page(page) == data, f"page {page} at lsn {reader.lsn} is not what was written"
     assert reader.read_pages(range(version.size)) == expected
     assert dict(reader.scan(cold=True)) == expected
+    if isinstance(reader, ViewReader):
+        any_order = [*reversed(range(version.size)), *range(0, version.size, 3)]  # some of them twice
+        rows = reader.read_rows(np.array(any_order, np.int64))
+        assert [row.tobytes() for row in rows] == [expected[page] for page in any_order]
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 
 import apsw
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -180,6 +181,8 @@ def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tm
                 ahead = ReadAhead(reader)
                 assert [ahead.read_page(page) for page in range(ahead.size_pages)] == expected
                 assert [ahead.read_page(page) for page in (7, 400, 3)] == [expected[page] for page in (7, 400, 3)]
+                rows = ahead.read_rows(np.array([7, 400, 3]))
+                assert [row.tobytes() for row in rows] == [expected[page] for page in (7, 400, 3)]
                 with pytest.raises(OutOfRange):
                     ahead.read_page(ahead.size_pages)
                 ahead.close()

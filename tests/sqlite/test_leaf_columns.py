@@ -7,25 +7,28 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import apsw
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quire.core.errors import InvalidInput, OutOfRange
 from quire.sqlite import leaf_columns, shim_library
 from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, table_batches
 from quire.sqlite.column_types import sampled
 from quire.sqlite.leaf_columns import LeafDecoder, leaf_batches
+from quire.sqlite.leaf_runs import leaves_within
 from quire.sqlite.tables import connected, find_table
-from quire.sqlite.trees import EVERYTHING, LEAST, MOST, Rowids, Unreadable, by_number, leaves_within
+from quire.sqlite.trees import EVERYTHING, LEAST, MOST, Rowids, Unreadable, by_number
 
 SOURCE = Path(leaf_columns.__file__).with_suffix(".c")
 
@@ -59,15 +62,19 @@ class Pages:
         return len(self.images)
 
     def read_page(self, page: int) -> bytes:
-        return self.read_pages([page])[page]
+        if not 0 <= page < len(self.images):
+            raise OutOfRange("no such page", page=page)
+        return self.images[page]
 
-    def read_pages(self, pages: Sequence[int]) -> dict[int, bytes]:
-        if not all(0 <= page < len(self.images) for page in pages):
-            raise OutOfRange("no such page", pages=pages)
-        return {page: self.images[page] for page in pages}
+    def read_rows(self, pages: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return rows_of([self.read_page(page) for page in pages.tolist()])
 
     def close(self) -> None:
         pass
+
+
+def rows_of(images: list[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(images), np.uint8).reshape(len(images), -1)
 
 
 def pages_of(connection: apsw.Connection) -> Pages:
@@ -317,10 +324,8 @@ def test_databases_and_missing_columns_are_added() -> None:
 # ── damaged pages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def tree_pages(pages: Pages, root: int) -> list[int]:
     """Those of a table, as quire counts them."""
-    leaves = [
-        leaf.page - 1 for some in leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages) for leaf in some
-    ]
-    return [root - 1, *leaves]
+    found = leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages)
+    return [root - 1, *(page - 1 for some in found for page in some.pages.tolist())]
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -357,7 +362,7 @@ def test_garbage_is_never_decoded_past_its_page(seed: int) -> None:
         pointers = b"".join(chance.randrange(8, 520).to_bytes(2) for _ in range(min(count, 250)))
         image = (bytes([13, 0, 0]) + count.to_bytes(2) + bytes(3) + pointers + chance.randbytes(512))[:512]
         try:
-            decoded = decoder.decode([image, pages.images[-1]][: chance.choice([1, 2])])
+            decoded = decoder.decode(rows_of([image, pages.images[-1]][: chance.choice([1, 2])]))
         except Unreadable:
             refused += 1
             continue
@@ -382,11 +387,18 @@ def test_interior_pages_that_lead_in_a_circle_are_sqlites() -> None:
 def test_leaves_are_those_of_a_range() -> None:
     pages = plain(5_000, 512)
     root = Read(pages).table.root
-    every = [leaf for some in leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages) for leaf in some]
-    assert (every[0].first, every[-1].last) == EVERYTHING
-    assert all(one.last + 1 == other.first for one, other in pairwise(every))
-    some = [leaf for part in leaves_within(by_number(pages), root, (100, 200), pages.size_pages) for leaf in part]
-    assert some == [leaf for leaf in every if leaf.first <= 200 and leaf.last >= 100]
+
+    def found(rowids: Rowids) -> list[tuple[int, int, int]]:
+        """(page, first rowid, last rowid)."""
+        runs = list(leaves_within(by_number(pages), root, rowids, pages.size_pages))
+        one_by_one = [run.part(at, at + 1) for run in runs for at in range(len(run))]
+        return [(int(leaf.pages[0]), leaf.first, leaf.last) for leaf in one_by_one]
+
+    every = found(EVERYTHING)
+    assert (every[0][1], every[-1][2]) == EVERYTHING
+    assert all(one[2] + 1 == other[1] for one, other in pairwise(every))
+    some = found((100, 200))
+    assert some == [leaf for leaf in every if leaf[1] <= 200 and leaf[2] >= 100]
     assert 1 < len(some) < len(every) / 10
     with pytest.raises(Unreadable):
         list(leaves_within(by_number(pages), root, EVERYTHING, len(every) - 1))

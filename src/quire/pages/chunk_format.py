@@ -366,6 +366,11 @@ class ChunkFooter:
         crc: int = PAGE_CRC.unpack_from(self.page_crcs, rank * PAGE_CRC_BYTES)[0]
         return crc
 
+    def page_crcs_in(self, place: FramePlace) -> tuple[int, ...]:
+        """The same of all pages of a frame."""
+        count = place.plain_bytes // self.identity.page_size
+        return struct.unpack_from(f"<{count}Q", self.page_crcs, place.number * PAGES_PER_FRAME * PAGE_CRC_BYTES)
+
     def offsets_in(self, frame: int) -> list[int]:
         """The offsets of a frame's pages, in their order."""
         return list(self.pages[frame * PAGES_PER_FRAME : (frame + 1) * PAGES_PER_FRAME])

@@ -13,7 +13,6 @@ has, and what reading raises.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from pyroaring import BitMap, FrozenBitMap
@@ -45,14 +44,6 @@ PIECE_BYTES = 4 * MIB
 """The longest single read, so that walking a chunk takes little memory; longer ones would not be faster."""
 
 _NO_TAIL = Tail(1 << 63, b"")
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A frame, and the (rank, offset) of the pages that are wanted from it."""
-
-    place: FramePlace
-    pages: list[tuple[int, int]]
 
 
 class ChunkReader:
@@ -122,51 +113,41 @@ class ChunkReader:
     def iter_pages(self, offsets: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
         """(offset, image) of those of these pages that the chunk has, default all, in rising order."""
         footer = self.footer
-        for piece in self._pieces(footer, offsets):
-            begin = piece[0].place.offset
-            data = memoryview(self._read(begin, piece[-1].place.offset + piece[-1].place.length - begin))
-            for wanted in piece:
-                at = wanted.place.offset - begin
-                plain = self._plain(wanted.place, data[at : at + wanted.place.length], wanted.pages[0][1])
-                for rank, offset in wanted.pages:
-                    yield offset, self._page(footer, plain, rank, offset)
-
-    def iter_frames(self, offsets: Iterable[int]) -> Iterator[tuple[list[int], list[int], Bytes]]:
-        """The same frame by frame, for who moves many: (offsets, where among the frame's pages each is, all its pages)."""
-        footer = self.footer
-        size = footer.identity.page_size
-        for piece in self._pieces(footer, offsets):
-            begin = piece[0].place.offset
-            data = memoryview(self._read(begin, piece[-1].place.offset + piece[-1].place.length - begin))
-            for wanted in piece:
-                at = wanted.place.offset - begin
-                plain = memoryview(self._plain(wanted.place, data[at : at + wanted.place.length], wanted.pages[0][1]))
-                indexes = [rank % PAGES_PER_FRAME for rank, _ in wanted.pages]
-                for index, (rank, offset) in zip(indexes, wanted.pages):
-                    if crc64(plain[index * size : (index + 1) * size]) != footer.page_crc(rank):
-                        self._page(footer, plain, rank, offset)  # which says where it is
-                yield [offset for _, offset in wanted.pages], indexes, plain
-
-    def _pieces(self, footer: ChunkFooter, offsets: Iterable[int] | None) -> Iterator[list[_Wanted]]:
-        """The frames that hold wanted pages, those together that are fetched together."""
         placed: Iterable[tuple[int, int]]
         if offsets is None:
             placed = enumerate(footer.pages)
         else:
             rank = footer.pages.rank
             placed = ((rank(offset) - 1, offset) for offset in footer.pages & _bitmap(offsets, footer))
-        piece: list[_Wanted] = []
-        for number, pages in groupby(placed, lambda page: page[0] // PAGES_PER_FRAME):
-            place = footer.frame(number)
-            if piece:
-                last, first = piece[-1].place, piece[0].place
-                gap = place.offset - last.offset - last.length
-                if gap > GAP_BYTES or place.offset + place.length - first.offset > PIECE_BYTES:
-                    yield piece
-                    piece = []
-            piece.append(_Wanted(place, list(pages)))
-        if piece:
-            yield piece
+        by_frame = groupby(placed, lambda page: page[0] // PAGES_PER_FRAME)
+        wanted = [(footer.frame(number), list(pages)) for number, pages in by_frame]
+        for (place, pages), stored in zip(wanted, self._stored([place for place, _ in wanted])):
+            plain = self._plain(place, stored, pages[0][1])
+            for rank_of_page, offset in pages:
+                yield offset, self._page(footer, plain, rank_of_page, offset)
+
+    def iter_frames(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> Iterator[Bytes]:
+        """The same for who moves many: frames by their numbers, in rising order, each with the places of its pages that are
+        wanted. All pages of a frame, of which those were checked."""
+        footer = self.footer
+        size = footer.identity.page_size
+        places = [footer.frame(number) for number, _ in wanted]
+        for place, (_, indexes), stored in zip(places, wanted, self._stored(places)):
+            first = place.number * PAGES_PER_FRAME
+            plain = memoryview(self._plain(place, stored, footer.pages[first + indexes[0]]))
+            crcs = footer.page_crcs_in(place)
+            for index in indexes:
+                if crc64(plain[index * size : (index + 1) * size]) != crcs[index]:
+                    self._page(footer, plain, first + index, footer.pages[first + index])  # which says where it is
+            yield plain
+
+    def _stored(self, places: Sequence[FramePlace]) -> Iterator[memoryview]:
+        """What is stored of frames that rise; those near each other are read together."""
+        for piece in _pieces(places):
+            begin = piece[0].offset
+            data = memoryview(self._read(begin, piece[-1].offset + piece[-1].length - begin))
+            for place in piece:
+                yield data[place.offset - begin : place.offset - begin + place.length]
 
     def _fetch(self, place: FramePlace, page: int) -> Bytes:
         return self._plain(place, self._read(place.offset, place.length), page)
@@ -201,6 +182,20 @@ class ChunkReader:
             self.name = self.name or footer.identity.name
             self._loaded = footer, tail
         return self._loaded
+
+
+def _pieces(places: Sequence[FramePlace]) -> Iterator[list[FramePlace]]:
+    """Frames that are fetched together."""
+    piece: list[FramePlace] = []
+    for place in places:
+        if piece:
+            gap = place.offset - piece[-1].offset - piece[-1].length
+            if gap > GAP_BYTES or place.offset + place.length - piece[0].offset > PIECE_BYTES:
+                yield piece
+                piece = []
+        piece.append(place)
+    if piece:
+        yield piece
 
 
 def _bitmap(offsets: Iterable[int], footer: ChunkFooter) -> BitMap:

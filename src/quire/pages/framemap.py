@@ -94,5 +94,9 @@ class FrameMap:
             return None
         return self._lsns[at], self._origins[at], self._segments[at]
 
+    def within(self, first: int, stop: int) -> array[int]:
+        """The pages in this range that the pins hold a version of, in order."""
+        return self._pages[bisect_left(self._pages, first) : bisect_left(self._pages, stop)]
+
 
 EMPTY_MAP = FrameMap(np.zeros(0, ROW_DTYPE))

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+from pyroaring import BitMap
 
 from quire.core.errors import Corruption, SnapshotGone
 from quire.core.ids import ArtifactKey, ArtifactKind, Epoch
@@ -32,6 +34,7 @@ from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
 from quire.objects.api import ObjectStore, key_below
 from quire.pages.cache import PageCache
+from quire.pages.chunk_copy import PageRows, copy_pages, packed
 from quire.pages.framemap import FrameMap, Location, PinnedSegment, Regions
 from quire.pages.page_source import InChain, Mark, PageSource
 from quire.pages.snapshot import Snapshot, Unleased
@@ -181,6 +184,45 @@ class ViewSource(PageSource):
             known = self._chains[slot] = (covered, tuple(place_of(self._view, row) for row in rows))
         return known
 
+    # ── many pages ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def rows(self, pages: NDArray[np.int64]) -> PageRows:
+        """Pages in the order in which they are asked for, past the caches."""
+        rising, inverse = np.unique(pages, return_inverse=True)
+        if len(rising) < len(pages):
+            return self.rows(rising)[inverse]
+        order = np.argsort(pages, kind="stable")
+        images = np.empty((len(pages), self.page_size), np.uint8)
+        slots, starts = np.unique(rising // self.pages_per_chunk, return_index=True)
+        for slot, start, stop in zip(slots.tolist(), starts.tolist(), [*starts[1:].tolist(), len(rising)]):
+            try:
+                self._copy_slot(slot, rising[start:stop], order[start:stop], images)
+            except Corruption:  # each page by itself then, which looks it up once more
+                self._copy_each(rising[start:stop], order[start:stop], images)
+        return images
+
+    def _copy_slot(self, slot: int, pages: NDArray[np.int64], rows: NDArray[np.intp], images: PageRows) -> None:
+        """Put pages of one slot, which rise, into these rows."""
+        first = slot * self.pages_per_chunk
+        in_map = np.isin(pages, np.array(self._map.within(int(pages[0]), int(pages[-1]) + 1), np.int64))
+        if in_map.any():
+            self._copy_each(pages[in_map], rows[in_map], images)
+        offsets, rows = (pages[~in_map] - first).astype(np.uint32), rows[~in_map]
+        missing = BitMap(packed(offsets))
+        for place in reversed(self._chain(slot)[1]):
+            if not missing:
+                return
+            chunk = self.sources.chunk(place)
+            if found := chunk.pages & missing:
+                here = np.array(found.to_array(), np.uint32)
+                copy_pages(chunk, here, rows[np.searchsorted(offsets, here)], images)
+                missing -= found
+        images[rows[np.searchsorted(offsets, np.array(missing.to_array(), np.uint32))]] = 0
+
+    def _copy_each(self, pages: NDArray[np.int64], rows: NDArray[np.intp], images: PageRows) -> None:
+        read = self.read_many(pages.tolist(), self._view.lsn, cold=True)
+        for page, row in zip(pages.tolist(), rows.tolist()):
+            images[row] = np.frombuffer(read[page], np.uint8)
+
     def explain(self, error: Corruption) -> None:
         """Raise `SnapshotGone` if the snapshot behind the view was dropped."""
         if self._is_gone():
@@ -196,7 +238,7 @@ class ViewSource(PageSource):
 class ViewReader(Snapshot):
     """A snapshot of a view. Holds no lease: a snapshot's row, or somebody else's lease, keeps what it reads."""
 
-    __slots__ = ("sources", "view")
+    __slots__ = ("_pages", "sources", "view")
 
     def __init__(
         self,
@@ -206,7 +248,14 @@ class ViewReader(Snapshot):
         regions: Regions | None = None,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        source = ViewSource(view, sources, regions=regions, is_gone=is_gone)
-        super().__init__(source, Mark(view.lsn, view.size_pages, view.segment_id, view.time_ms), Unleased())
+        self._pages = ViewSource(view, sources, regions=regions, is_gone=is_gone)
+        super().__init__(self._pages, Mark(view.lsn, view.size_pages, view.segment_id, view.time_ms), Unleased())
         self.view = view
         self.sources = sources
+
+    def read_rows(self, pages: NDArray[np.int64]) -> PageRows:
+        """Pages in the order in which they are asked for, one in each row, past the caches: for who decodes many of them."""
+        if len(pages):
+            self._check(int(pages.min()))
+            self._check(int(pages.max()))
+        return self._pages.rows(pages)

@@ -29,14 +29,15 @@ from struct import unpack_from
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from quire.core.errors import OutOfRange
 from quire.core.limits import MIB
+from quire.sqlite.leaf_runs import Leaves, leaves_within
 from quire.sqlite.shim_library import leaves_build
 from quire.sqlite.tables import ROWID, SqliteTable, affinity
-from quire.sqlite.trees import Leaf, Rowids, Unreadable, by_number, leaves_within
+from quire.sqlite.trees import Rowids, Unreadable, by_number
 
 READ_BYTES = 4 * MIB
 """Of leaves that are read together."""
@@ -74,7 +75,7 @@ class LeafPages(Protocol):
 
     def read_page(self, page: int, /) -> bytes: ...
 
-    def read_pages(self, pages: Sequence[int], /) -> dict[int, bytes]: ...
+    def read_rows(self, pages: NDArray[np.int64], /) -> NDArray[np.uint8]: ...
 
 
 class _Column(ctypes.Structure):
@@ -99,11 +100,11 @@ class _Library:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         self.columns = library.quire_leaf_columns
         self.columns.argtypes = [
-            ctypes.c_char_p, number, number, number, ctypes.POINTER(_Column), number, number, pointer, pointer
+            pointer, number, number, number, ctypes.POINTER(_Column), number, number, pointer, pointer
         ]  # fmt: skip
         self.columns.restype = number
         self.texts = library.quire_leaf_texts
-        self.texts.argtypes = [ctypes.c_char_p, pointer, pointer, number, pointer]
+        self.texts.argtypes = [pointer, pointer, pointer, number, pointer]
         self.texts.restype = None
 
 
@@ -140,8 +141,8 @@ class WantedColumn:
 class Decoded(NamedTuple):
     """The rows of some leaves."""
 
-    rowids: npt.NDArray[np.int64]
-    is_odd: npt.NDArray[np.bool_]
+    rowids: NDArray[np.int64]
+    is_odd: NDArray[np.bool_]
     arrays: list[pa.Array]
     """In the order of the wanted columns. What they say for odd rows has no meaning."""
 
@@ -175,25 +176,26 @@ class LeafDecoder:
             return None
         return cls(known, pages.page_size, usable, _load(build.path))
 
-    def decode(self, images: Sequence[bytes]) -> Decoded:
-        """The rows of leaves. `Unreadable` if a page is none, or a text is no UTF-8."""
-        counts = [int.from_bytes(image[3:5]) for image in images]
-        rows = sum(counts)
-        if max(counts) > self.usable // CELL_BYTES_MIN or rows * len(self.columns) > PAGE_VALUES_MAX:
+    def decode(self, images: NDArray[np.uint8]) -> Decoded:
+        """The rows of leaves, a leaf in each row. `Unreadable` if a page is none, or a text is no UTF-8."""
+        counts = row_counts(images)
+        rows = int(counts.sum())
+        if counts.max() > self.usable // CELL_BYTES_MIN or rows * len(self.columns) > PAGE_VALUES_MAX:
             raise Unreadable(0)
-        data = b"".join(images)
-        if len(data) != len(images) * self.page_size:
-            raise Unreadable(0)
+        images = np.ascontiguousarray(images)
         rowids, is_odd = np.empty(rows, np.int64), np.empty(rows, np.bool_)
         given = (_Column * len(self.columns))()
         order = sorted(range(len(self.columns)), key=lambda number: self.columns[number].place)
         buffers = {number: _Buffers(self.columns[number], rows, given[at]) for at, number in enumerate(order)}
         taken = self.library.columns(
-            data, len(images), self.page_size, self.usable, given, len(given), rows, rowids.ctypes.data, is_odd.ctypes.data
+            images.ctypes.data, len(images), self.page_size, self.usable, given, len(given), rows, rowids.ctypes.data,
+            is_odd.ctypes.data,
         )  # fmt: skip
         if taken != rows:
             raise Unreadable(0)
-        return Decoded(rowids, is_odd, [buffers[number].array(data, self.library) for number in range(len(order))])
+        return Decoded(
+            rowids, is_odd, [buffers[number].array(images.ctypes.data, self.library) for number in range(len(order))]
+        )
 
 
 class _Buffers:
@@ -211,7 +213,7 @@ class _Buffers:
             self._values = np.empty(rows, np.int64)
             given.values = self._values.ctypes.data
 
-    def array(self, pages: bytes, library: _Library) -> pa.Array:
+    def array(self, pages: int, library: _Library) -> pa.Array:
         """What was written."""
         valid = pa.py_buffer(self._valid) if self._given.nulls else None
         kind = self._column.type
@@ -250,45 +252,49 @@ def leaf_batches(
 
 def _steps(
     pages: LeafPages, root: int, decoder: LeafDecoder, rowids: Rowids
-) -> Iterator[tuple[Rowids, list[Leaf], list[bytes]]]:
+) -> Iterator[tuple[Rowids, Leaves | None, NDArray[np.uint8]]]:
     """(range, its leaves, their images), without a gap. No leaves if SQLite has to find them."""
     start, last = rowids
     try:
         for leaves in _read_together(leaves_within(by_number(pages), root, rowids, pages.size_pages), pages.page_size):
-            images = pages.read_pages([leaf.page - 1 for leaf in leaves])
-            for some in _decoded_together(leaves, images, VALUES_MAX // len(decoder.columns)):
-                stop = min(some[-1].last, last)
-                yield (start, stop), some, [images[leaf.page - 1] for leaf in some]
+            images = pages.read_rows(leaves.pages - 1)
+            for begin, end in _decoded_together(row_counts(images), VALUES_MAX // len(decoder.columns)):
+                some = leaves.part(begin, end)
+                stop = min(some.last, last)
+                yield (start, stop), some, images[begin:end]
                 start = stop + 1
     except (Unreadable, OutOfRange):
-        yield (start, last), [], []
+        yield (start, last), None, np.empty((0, pages.page_size), np.uint8)
 
 
-def _read_together(leaves: Iterator[list[Leaf]], page_size: int) -> Iterator[list[Leaf]]:
-    waiting: list[Leaf] = []
-    for some in leaves:
-        waiting += some
-        if len(waiting) * page_size >= READ_BYTES:
-            yield waiting
+def _read_together(parts: Iterator[Leaves], page_size: int) -> Iterator[Leaves]:
+    waiting: list[Leaves] = []
+    for some in parts:
+        waiting.append(some)
+        if sum(map(len, waiting)) * page_size >= READ_BYTES:
+            yield Leaves.joined(waiting)
             waiting = []
     if waiting:
-        yield waiting
+        yield Leaves.joined(waiting)
 
 
-def _decoded_together(leaves: list[Leaf], images: dict[int, bytes], rows_max: int) -> Iterator[list[Leaf]]:
-    """Leaves of about so many rows, by what they say themselves; at least one."""
-    begin = rows = 0
-    for end, leaf in enumerate(leaves):
-        rows += int.from_bytes(images[leaf.page - 1][3:5])
-        if rows > rows_max and end > begin:
-            yield leaves[begin:end]
-            begin, rows = end, 0
-    yield leaves[begin:]
+def row_counts(images: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """How many rows each leaf says that it has."""
+    return images[:, 3].astype(np.int64) << 8 | images[:, 4]
 
 
-def _decoded(decoder: LeafDecoder, leaves: list[Leaf], images: list[bytes]) -> Decoded | None:
+def _decoded_together(counts: NDArray[np.int64], rows_max: int) -> Iterator[tuple[int, int]]:
+    """(first, behind the last) of leaves of about so many rows, by what they say themselves; at least one."""
+    ends, begin, before = np.cumsum(counts), 0, 0
+    while begin < len(counts):
+        end = max(int(np.searchsorted(ends, before + rows_max, "right")), begin + 1)
+        yield begin, end
+        begin, before = end, int(ends[end - 1])
+
+
+def _decoded(decoder: LeafDecoder, leaves: Leaves | None, images: NDArray[np.uint8]) -> Decoded | None:
     """The rows of leaves; `None` if SQLite has to read them."""
-    if not leaves:
+    if leaves is None:
         return None
     try:
         decoded = decoder.decode(images)
@@ -296,7 +302,7 @@ def _decoded(decoder: LeafDecoder, leaves: list[Leaf], images: list[bytes]) -> D
         return None
     rowids = decoded.rowids
     is_rising = bool((rowids[1:] > rowids[:-1]).all())
-    is_inside = leaves[0].first <= rowids[0] and rowids[-1] <= leaves[-1].last
+    is_inside = leaves.first <= rowids[0] and rowids[-1] <= leaves.last
     return decoded if is_rising and is_inside else None
 
 

@@ -5,9 +5,11 @@ Importable on executors. Thread: one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.limits import MIB
+from quire.pages.chunk_copy import PageRows
 from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.view import ViewReader
 
@@ -48,12 +50,9 @@ class ReadAhead:
         self._slots |= slots
         return self._images[page]
 
-    def read_pages(self, pages: Sequence[int]) -> dict[int, bytes]:
-        """Pages that are read once, page → image: past the cache, if their chunks are open."""
-        slots = {page // self._pages_per_chunk for page in pages}
-        images = self._reader.read_pages(pages, cold=slots <= self._slots)
-        self._slots |= slots
-        return images
+    def read_rows(self, pages: NDArray[np.int64]) -> PageRows:
+        """Pages that are read once, one in each row: past everything that is kept."""
+        return self._reader.read_rows(pages)
 
     def close(self) -> None:
         """Let the pages go."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from struct import error as StructError  # noqa: N812 - it is a class
 from struct import unpack_from
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire.core.errors import OutOfRange
 from quire.sqlite.dbfile import PENDING_BYTE
@@ -33,16 +33,13 @@ EVERYTHING: Rowids = (LEAST, MOST)
 ReadPage = Callable[[int], bytes]
 """A page by its number, from 1."""
 
-HEIGHT_MAX = 20
-"""Of a tree: SQLite reads none that is higher."""
-
 PAGES_MAX = 600
 """How many pages are read to cut a table into ranges."""
 
 INTERIOR_INDEX, INTERIOR_TABLE, LEAF_INDEX, LEAF_TABLE = 2, 5, 10, 13
 FIRST_HEADER = 100
 """Where the header of the first page begins: behind that of the database."""
-_CELLS = 12
+INTERIOR_CELLS = 12
 """Where the array of cells begins in an interior page."""
 
 Node = tuple[int, int | None]
@@ -81,7 +78,7 @@ def children(image: bytes, page: int, most: int | None = None) -> list[Node]:
         if kind not in (INTERIOR_INDEX, INTERIOR_TABLE):
             raise Unreadable(page)
         nodes: list[Node] = []
-        for cell in unpack_from(f">{count}H", image, at + _CELLS):
+        for cell in unpack_from(f">{count}H", image, at + INTERIOR_CELLS):
             (child,) = unpack_from(">I", image, cell)
             nodes.append((child, varint(image, cell + 4) if kind == INTERIOR_TABLE else None))
         (last,) = unpack_from(">I", image, at + 8)
@@ -138,49 +135,6 @@ def walk(read_page: ReadPage, root: int, pages_max: int) -> BTree:
         tree.leaves[page] = (first, last)
         first = min(last + 1, MOST) if most is not None else LEAST
     return tree
-
-
-class Leaf(NamedTuple):
-    """A leaf, and the rowids that it may hold."""
-
-    page: int
-    first: int
-    last: int
-
-
-def leaves_within(read_page: ReadPage, root: int, rowids: Rowids, pages_max: int) -> Iterator[list[Leaf]]:
-    """The leaves that may hold rows of this range, in order: those of one interior page at a time. Reads the interior pages on
-    the way, and the first leaf. A tree of more than so many pages is `Unreadable`, as is one whose rowids do not rise."""
-    height, page = 0, root
-    while kind_of(image := read_page(page), page) == INTERIOR_TABLE:
-        page, height = children(image, page)[0][0], height + 1
-        if height > HEIGHT_MAX:
-            raise Unreadable(page)
-    left = pages_max
-
-    def below(node: Leaf, level: int) -> Iterator[list[Leaf]]:
-        nonlocal left
-        found, first = list[Leaf](), node.first
-        for child, most in children(read_page(node.page), node.page, node.last):
-            if most is None or not first <= most <= node.last:
-                raise Unreadable(node.page)
-            if first <= rowids[1] and most >= rowids[0]:
-                found.append(Leaf(child, first, most))
-            first = most + 1
-        left -= len(found)
-        if left < 0:
-            raise Unreadable(node.page)  # led in a circle
-        if level == 1:
-            yield found
-            return
-        for child_node in found:
-            yield from below(child_node, level - 1)
-
-    whole = Leaf(root, LEAST, MOST)
-    if height:
-        yield from below(whole, height)
-    else:
-        yield [whole]
 
 
 def free_pages(read_page: ReadPage, size_pages: int) -> set[int]:

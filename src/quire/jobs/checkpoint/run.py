@@ -19,7 +19,6 @@ Safe to run on an executor. Raises `Corruption`, `ChecksumMismatch`, and what re
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +35,7 @@ from quire.durable.failpoints import hit
 from quire.jobs.locations import OpenStore
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
+from quire.pages.chunk_copy import PageRows, copy_pages, packed
 from quire.pages.chunk_format import ChunkIdentity
 from quire.pages.chunk_reader import ChunkReader, adopts, check_chain
 from quire.pages.chunk_verify import describe
@@ -167,9 +167,8 @@ RUN_BYTES = 4 * MIB
 """Neighbouring frames are read this much at a time."""
 
 Places = Mapping[tuple[int, int], SegmentPlace]
-Images = NDArray[np.uint8]
 """One row for each page."""
-Window = tuple[NDArray[np.uint32], Images]
+Window = tuple[NDArray[np.uint32], PageRows]
 
 
 def windows(
@@ -199,7 +198,7 @@ def windows(
         _copy_frames(frames[first:last], np.searchsorted(here, fresh[first:last]), images, places, sources)
         for chunk, pages in owned:
             first, last = np.searchsorted(pages, [here[0], here[-1] + np.uint32(1)])
-            _copy_chunk(chunk, pages[first:last], here, images)
+            copy_pages(chunk, pages[first:last], np.searchsorted(here, pages[first:last]), images)
         yield here, images
 
 
@@ -221,17 +220,8 @@ def _owned(
     return owned
 
 
-def _copy_chunk(chunk: ChunkReader, pages: NDArray[np.uint32], here: NDArray[np.uint32], images: Images) -> None:
-    if not len(pages):
-        return
-    size = images.shape[1]
-    for offsets, indexes, plain in chunk.iter_frames(pages.tolist()):
-        rows = np.frombuffer(plain, np.uint8).reshape(-1, size)
-        images[np.searchsorted(here, np.array(offsets, np.uint32))] = rows[indexes]
-
-
 def _copy_frames(
-    frames: NDArray[np.void], rows: NDArray[np.intp], images: Images, places: Places, sources: Sources
+    frames: NDArray[np.void], rows: NDArray[np.intp], images: PageRows, places: Places, sources: Sources
 ) -> None:
     """Put the page of each frame into its row."""
     keys = (frames["origin_db_id"].astype(np.uint64) << np.uint64(32)) | frames["segment_id"]
@@ -258,7 +248,7 @@ def _runs(numbers: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]
             yield first, min(first + longest, stop)
 
 
-def _copy_run(segment: SegmentFile, first: int, rows: NDArray[np.intp], images: Images) -> None:
+def _copy_run(segment: SegmentFile, first: int, rows: NDArray[np.intp], images: PageRows) -> None:
     """Read, verify and place the pages of neighbouring frames."""
     header, count = segment.header, len(rows)
     stride, data = header.geometry.stride, segment.read_raw(first, count)
@@ -337,11 +327,6 @@ def split_pages(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, bytes]
     """Which pages of each slot a segment has, as bitmaps: all that counting needs."""
     for slot, newest, _ in _by_slot(given, tools):
         yield (given.db_id, slot), BitMap(packed(newest["page"] % np.uint32(given.pages_per_chunk))).serialize()
-
-
-def packed(pages: NDArray[np.uint32]) -> array[int]:
-    """The same pages as roaring takes them all at once; those of a numpy array it takes one by one."""
-    return array("I", np.ascontiguousarray(pages, np.uint32).tobytes())
 
 
 def join_pages(_key: Key, _task: None, bitmaps: list[bytes], _tools: Tools) -> Dirty:
