@@ -13,7 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pyiceberg.catalog import load_catalog
-from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    CommitStateUnknownException,
+    NoSuchTableError,
+    TableAlreadyExistsError,
+    ValidationException,
+)
 from pyiceberg.io.pyarrow import parquet_file_to_data_file
 from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
@@ -28,7 +34,7 @@ from pyiceberg.types import (
     StringType,
 )
 
-from quire.core.errors import InvalidInput, StalePlan
+from quire.core.errors import InvalidInput, StalePlan, Unavailable
 from quire.jobs.mirror.run import Column, WrittenFile
 from quire.jobs.mirror.target import FileSize, TargetState, require_same
 from quire.sqlite.tables import DATABASE
@@ -153,6 +159,10 @@ class IcebergTarget:
                         )
         except (CommitFailedException, ValidationException) as error:
             raise self._stale(error) from error
+        except CommitStateUnknownException as error:
+            what = f"the catalog did not say whether it has committed: {error}"
+            hint = "run it again: the number in the table decides, so nothing is doubled"
+            raise Unavailable(what, hint=hint, target=self._identifier) from error
         finally:
             self._table, self._files = None, {}
 
