@@ -1,5 +1,5 @@
-"""The owner is killed at a step of a client's call: what was acknowledged is there, what was repeated happened once, and the
-client goes on with the next owner by itself."""
+"""The owner is killed at a step of a client's call, by the Unix socket and over HTTP: what was acknowledged is there, what was
+repeated happened once, and the client goes on with the next owner by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import quire
 from quire.service.client import Client
 from quire.sqlite import dbapi
-from tests.service.world import OWNER, end, line, process
+from tests.service.world import HTTP_OWNER, OWNER, end, line, process
 
 WRITES = 6
 
@@ -32,18 +32,24 @@ POINTS = [
     "pages.wal.synced",
     "sql.served",
 ]
-FAST = ("service.answer", "stream.hot.synced", "lsm.wal.appended", "sql.served")
+FAST = {
+    "frames": ("service.answer", "stream.hot.synced", "lsm.wal.appended", "sql.served"),
+    "http": ("service.answer", "sql.served"),
+}
+"""Points that are reached in every run, by carrier."""
 
 
 class Owners:
     """One owner after the other: who dies is replaced."""
 
-    def __init__(self, path: Path, failpoints: str) -> None:
-        self._path = path
+    def __init__(self, path: Path, carrier: str, failpoints: str) -> None:
         self._over = False
         self.deaths = 0
-        self._owner = process(OWNER, str(path), QUIRE_FAILPOINTS=failpoints)
+        self._program = [OWNER, str(path)] if carrier == "frames" else [HTTP_OWNER, str(path), "http://127.0.0.1:0"]
+        self._owner = process(*self._program, QUIRE_FAILPOINTS=failpoints)
         self.address = line(self._owner)
+        if carrier == "http":
+            self._program[2] = self.address  # where the client looks for the next one
         self._thread = threading.Thread(target=self._replace)
         self._thread.start()
 
@@ -56,7 +62,7 @@ class Owners:
             if not self._over:
                 self.deaths += 1
                 end(self._owner)
-                self._owner = process(OWNER, str(self._path))
+                self._owner = process(*self._program)
 
     def close(self) -> None:
         self._over = True
@@ -65,10 +71,11 @@ class Owners:
 
 
 @contextmanager
-def owners(path: Path, failpoints: str) -> Iterator[tuple[Owners, Client]]:
-    running = Owners(path, failpoints)
+def owners(path: Path, carrier: str, failpoints: str) -> Iterator[tuple[Owners, Client]]:
+    running = Owners(path, carrier, failpoints)
+    token = {"token_file": str(path / "admin.token")} if carrier == "http" else {}
     try:
-        with quire.connect(running.address, timeout=120) as client:
+        with quire.connect(running.address, timeout=120, **token) as client:
             yield running, client
     finally:
         running.close()
@@ -89,19 +96,22 @@ def write_rows(connection: dbapi.Connection, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "passed"),
+    ("carrier", "point", "passed"),
     [
-        pytest.param(point, passed, marks=() if point in FAST and passed == 3 else pytest.mark.slow)
+        pytest.param(carrier, point, passed, marks=() if point in fast and passed == 3 else pytest.mark.slow)
+        for carrier, fast in FAST.items()
         for point in POINTS
         for passed in (1, 3, 9)
     ],
 )
-def test_an_owner_killed_at_any_step_has_what_it_acknowledged_once(path: Path, point: str, passed: int) -> None:
+def test_an_owner_killed_at_any_step_has_what_it_acknowledged_once(
+    path: Path, carrier: str, point: str, passed: int
+) -> None:
     with quire.open(path) as store:
         store.sqlite("shop", create=True).execute("create table t(a, b)").fetchall()
         store.stream("s", create=True)
         store.kv("k", create=True)
-    with owners(path, f"{point}={passed}*off->kill") as (running, client):
+    with owners(path, carrier, f"{point}={passed}*off->kill") as (running, client):
         stream, kv, shop = client.stream("s"), client.kv("k"), client.sqlite("shop")
         ids, lsns = [], []
         for number in range(WRITES):
@@ -120,7 +130,7 @@ def test_an_owner_killed_at_any_step_has_what_it_acknowledged_once(path: Path, p
         assert len(list(kv.scan())) == WRITES + 1
         rows = shop.execute("select a, b from t order by a, b").fetchall()
         assert rows == [(number, letter) for number in range(WRITES) for letter in "ab"]
-    if point in FAST and passed == 3:
+    if point in FAST[carrier] and passed == 3:
         assert running.deaths == 1, "the point was not reached"
 
 

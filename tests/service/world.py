@@ -32,6 +32,8 @@ with quire.open(sys.argv[1]) as store, store.serve(*sys.argv[2:3]) as server:
     sys.stdin.read()
 """
 """Serves a store until its stdin ends; the first line it says is the address."""
+HTTP_OWNER = OWNER.replace("store.serve(*sys.argv[2:3])", "store.serve_http(sys.argv[2])")
+"""The same, over HTTP."""
 
 
 def settings(**service: Any) -> StoreSettings:

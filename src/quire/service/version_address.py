@@ -65,6 +65,18 @@ def find_version(manifest: ManifestStore, name: str, version: str) -> At:
     return at.lsn if isinstance(at, Epoch) else at
 
 
+def find_or_create(store: StoreApi, name: str, *, create: bool) -> int:
+    """The id of a database, made if it is not there and `create` says so. Blocks."""
+    try:
+        with store.manifest.read() as txn:
+            return find_database(txn, name)[0]
+    except UnknownDatabase:
+        if not create:
+            raise
+    store.sqlite(name, create=True).close()
+    return find_or_create(store, name, create=create)
+
+
 def attachable(store: StoreApi, may_attach: Callable[[str], bool]) -> Callable[[str], bool]:
     """What SQL of remote users may attach. A database that has no pages yet is none of it: VACUUM INTO, which SQLite's
     authorizer cannot tell from ATTACH, would write it; one with pages it refuses."""

@@ -46,6 +46,18 @@ def boss(both: tuple[Store, WebServer]) -> Asker:
     return admin(both[1], both[0])
 
 
+def test_a_replica_of_the_default_database_may_come_before_its_first_write(tmp_path: Path) -> None:
+    """`libsql.connect(file, sync_url=…)` fetches an export before it sends any SQL."""
+    with web_served(tmp_path / "store") as (store, server):
+        reader = Asker(server.address)
+        for address in ("/info", "/export/1", "/sync/1/1/1"):
+            assert reader.ask("GET", address).status == 404, "who may only read makes no database"
+        told = admin(server, store).ask("GET", "/info")
+        assert (told.status, "current_generation" in json.loads(told.body)) == (200, True)
+        assert [info.name for info in store.databases()] == [store.settings.service.sql_default_database]
+        assert admin(server, store).ask("GET", "/db/other/info").status == 404
+
+
 def _sql(store: Store, *statements: str, name: str = "shop") -> None:
     with closing(store.sqlite(name, create=True)) as connection:
         for statement in statements:

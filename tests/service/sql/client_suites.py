@@ -1,7 +1,7 @@
 """Runs the clients' own public test suites against a server, and counts what they show.
 
-    git clone https://github.com/tursodatabase/libsql-client-py      (and libsql-client-ts, turso)
-    python -m tests.service.sql.client_suites libsql-client-py libsql-client-ts turso
+    git clone https://github.com/tursodatabase/libsql-client-py      (and libsql-client-ts, libsql-python, turso)
+    python -m tests.service.sql.client_suites libsql-client-py libsql-client-ts libsql-python turso
 
 Each suite runs unmodified but for the URL, once with the server and once with nothing at its address; a test counts if it
 fails without the server. `libsql-client-py` needs `pytest-asyncio` 0.20 and pytest 7 (`--python`: another interpreter with
@@ -21,17 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from tests.rules.tree import ROOT
 from tests.service.sql.world import owner
 
 NOBODY = "http://127.0.0.1:9"
 Verdicts = dict[str, bool]
 """Test → whether it passed; skipped ones are left out."""
+Suite = Callable[[str, Path, str, str], Verdicts]
+"""Of an interpreter, the clone, the server's URL and its admin token."""
 
 
-def pytest_suite(python: str, root: Path, tests: str, environment: dict[str, str]) -> Verdicts:
+def pytest_suite(python: str, root: Path, tests: str, environment: dict[str, str], *options: str) -> Verdicts:
     report = root / "quire-report.xml"
-    command = [python, "-m", "pytest", "-q", tests, "-p", "no:cacheprovider", f"--junitxml={report}"]
-    env = {**os.environ, "PYTHONPATH": str(root), **environment}
+    command = [python, "-m", "pytest", "-q", tests, "-p", "no:cacheprovider", f"--junitxml={report}", *options]
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{ROOT}", **environment}
     subprocess.run(command, cwd=root, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     verdicts: Verdicts = {}
     for case in ET.parse(report).iter("testcase"):
@@ -42,17 +45,23 @@ def pytest_suite(python: str, root: Path, tests: str, environment: dict[str, str
     return verdicts
 
 
-def libsql_client_py(python: str, root: Path, url: str) -> Verdicts:
+def libsql_client_py(python: str, root: Path, url: str, _: str) -> Verdicts:
     environment = {"HTTP_URL": url, "WS_URL": url.replace("http", "ws", 1)}
     return pytest_suite(python, root, "tests", environment)
 
 
-def turso(python: str, root: Path, url: str) -> Verdicts:
+def libsql_python(python: str, root: Path, url: str, token: str) -> Verdicts:
+    """The tests of `libsql`; those of `sqlite3`, which it compares itself with, are left out."""
+    plugin = ("-p", "tests.service.sql.libsql_python_plugin", "-k", "not sqlite")
+    return pytest_suite(python, root, "tests", {"QUIRE_URL": url, "QUIRE_TOKEN": token}, *plugin)
+
+
+def turso(python: str, root: Path, url: str, _: str) -> Verdicts:
     return pytest_suite(python, root / "serverless" / "python", "tests", {"TURSO_DATABASE_URL": url})
 
 
-def libsql_client_ts(scheme: str, version: str) -> Callable[[str, Path, str], Verdicts]:
-    def run(_: str, root: Path, url: str) -> Verdicts:
+def libsql_client_ts(scheme: str, version: str) -> Suite:
+    def run(_: str, root: Path, url: str, __: str) -> Verdicts:
         directory, report = root / "packages" / "libsql-client", root / "quire-report.json"
         command = ["npx", "jest", "--runInBand", "--json", f"--outputFile={report}"]
         env = {**os.environ, "URL": url.replace("http", scheme, 1), "SERVER": version}
@@ -69,8 +78,9 @@ def libsql_client_ts(scheme: str, version: str) -> Callable[[str, Path, str], Ve
     return run
 
 
-SUITES: dict[str, list[tuple[str, Callable[[str, Path, str], Verdicts]]]] = {
+SUITES: dict[str, list[tuple[str, Suite]]] = {
     "libsql-client-py": [("", libsql_client_py)],
+    "libsql-python": [("", libsql_python)],
     "turso": [("serverless", turso)],
     "libsql-client-ts": [
         (f"{scheme} {version}", libsql_client_ts(scheme, version))
@@ -88,9 +98,10 @@ def main() -> None:
     for clone in options.clones:
         for variant, suite in SUITES[clone.name]:
             with tempfile.TemporaryDirectory() as store, owner(Path(store) / "store") as asker:
-                up = suite(options.python, clone.resolve(), asker.address)
-            down = suite(options.python, clone.resolve(), NOBODY)
-            needing = [name for name, passed in down.items() if not passed]
+                token = (Path(store) / "store" / "admin.token").read_text("utf-8").strip()
+                up = suite(options.python, clone.resolve(), asker.address, token)
+            down = suite(options.python, clone.resolve(), NOBODY, "")
+            needing = [name for name in up if not down.get(name, False)]  # some are skipped if nobody answers
             passed = sum(up.get(name, False) for name in needing)
             sys.stdout.write(
                 f"{clone.name} {variant}: {sum(up.values())} passed; "

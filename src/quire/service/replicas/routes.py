@@ -36,7 +36,7 @@ from quire.service.replicas.frames import EndOfFrames, FrameAnswers, FramesPlan,
 from quire.service.replicas.held_versions import HeldVersions
 from quire.service.replicas.positions import Positions
 from quire.service.replicas.pulls import PullPlan, history_of, open_replicated, plan_pull
-from quire.service.version_address import base_name
+from quire.service.version_address import base_name, find_or_create
 from quire.service.web.answers import json_bytes
 from quire.service.web.context import WebContext
 
@@ -100,8 +100,9 @@ class ReplicaPart:
             yield CounterMetricFamily(name, text, value=value)
 
     # ── who asks for what ─────────────────────────────────────────────────────────────────────────────────────────────
-    def _name(self, request: Request) -> str:
-        """The database that a request is about, which its caller may read."""
+    async def _name(self, request: Request) -> str:
+        """The database that a request is about, which its caller may read. The default one is made for whoever may write it:
+        a replica is often opened before anything was written."""
         grant = self._context.gate.grant(request)
         name = self._context.database(request)
         grant.check(base_name(name))
@@ -109,6 +110,8 @@ class ReplicaPart:
             raise InvalidInput(
                 "a replica follows a database, not one of its versions", hint="leave out what is behind @"
             )
+        if name == self._context.settings.sql_default_database and grant.may(name, write=True):
+            await self._context.call(find_or_create, self._context.store, name, create=True)
         return name
 
     def _open(self, name: str) -> PageStore:
@@ -117,7 +120,7 @@ class ReplicaPart:
     # ── Turso ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def pull(self, request: Request) -> Response:
         """`POST /pull-updates`."""
-        name = self._name(request)
+        name = await self._name(request)
         asked = messages.read_request(await self._context.read_body(request, messages.REQUEST_BYTES_MAX))
         plan = await self._context.call(self._plan_pull, name, asked)
         if asked.long_poll_ms and asked.since and not asked.at and not plan.pages:
@@ -147,7 +150,7 @@ class ReplicaPart:
     # ── libSQL ────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def info(self, request: Request) -> Response:
         """`GET /info`."""
-        generation = await self._context.call(self._info, self._name(request))
+        generation = await self._context.call(self._info, await self._name(request))
         return Response(json_bytes({"current_generation": generation}), media_type=JSON)
 
     def _info(self, name: str) -> int:
@@ -157,7 +160,7 @@ class ReplicaPart:
 
     async def export(self, request: Request) -> Response:
         """`GET /export/GENERATION`."""
-        reader = await self._context.call(self._export, self._name(request), request.path_params["generation"])
+        reader = await self._context.call(self._export, await self._name(request), request.path_params["generation"])
         pages = range(reader.size_pages)
 
         def encode(images: dict[int, bytes], first: int, count: int) -> Iterable[bytes]:
@@ -175,7 +178,7 @@ class ReplicaPart:
     async def sync(self, request: Request) -> Response:
         """`GET /sync/GENERATION/FROM/TO`."""
         params = request.path_params
-        plan = await self._context.call(self._sync, self._name(request), params["generation"], params["first"])
+        plan = await self._context.call(self._sync, await self._name(request), params["generation"], params["first"])
         if isinstance(plan, EndOfFrames):
             self._resyncs += plan.generation != params["generation"]
             return Response(json_bytes({"generation": plan.generation}), HTTPStatus.BAD_REQUEST, media_type=JSON)

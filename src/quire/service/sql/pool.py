@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from quire.core.errors import InvalidInput, UnknownDatabase
-from quire.pages.catalog import find_database
+from quire.core.errors import InvalidInput
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
-from quire.service.version_address import attachable, find_version
+from quire.service.version_address import attachable, find_or_create, find_version
 from quire.sqlite.connect import is_usable
 from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, remote_runner
 from quire.sqlite.statements import StatementRunner
@@ -188,19 +187,10 @@ class ConnectionPool:
             ids = {}
             self._ids = head, ids
         if (db_id := ids.get(target.name)) is None:
-            db_id = ids[target.name] = self._look_up(target)
+            is_made = target.writable and target.name == self._default  # the one that clients mean who name none
+            db_id = ids[target.name] = find_or_create(self._store, target.name, create=is_made)
         manifest.env.check_sound("database", db_id)
         return db_id
-
-    def _look_up(self, target: SqlTarget) -> int:
-        try:
-            with self._store.manifest.read() as txn:
-                return find_database(txn, target.name)[0]
-        except UnknownDatabase:
-            if target.name != self._default or not target.writable:
-                raise
-        self._store.sqlite(target.name, create=True).close()  # the one that clients mean who name none
-        return self._look_up(target)
 
     def _open(self, target: SqlTarget, db_id: int, *, synchronous: str = "FULL") -> SqlConnection:
         runner, policy = remote_runner(
