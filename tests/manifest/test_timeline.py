@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from quire.manifest.ops.timeline import Timeline
 from quire.manifest.records import CursorState, DbKind
 from quire.manifest.replica import Replica
 from quire.manifest.store import ManifestStore
+from tests.manifest.helpers import eventually
 
 FIRST = 2 << 40
 
@@ -128,10 +128,7 @@ def test_trimming_across_the_gap_removes_rows_and_does_not_count_to_it(manifest:
     commit(manifest, 3)
     assert manifest.feed.tail_rows() == 0
     manifest.feed.acknowledge("reader", FIRST + 1)
-    for _ in range(100):
-        if not manifest.feed.tail_rows():
-            break
-        time.sleep(0.05)
+    assert eventually(lambda: not manifest.feed.tail_rows())
     with manifest.read() as txn:
         assert txn.count(CHANGE_LOG) == 2
         assert txn.feed_bounds() == (FIRST + 2, FIRST + 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -33,17 +34,18 @@ def opened(path: Path, clock: ManualClock) -> Iterator[Store]:
         assert store.manifest.check() == []
 
 
-STARTS_MAX = 5
+STARTING_SECONDS = 200.0
 
 
 def run_available(writer: DataStreamWriter) -> None:
     """Run a query over what is there now. Spark gives a Python process ten seconds to start, whatever its settings say, and
     a busy machine takes longer: then the query starts again from its checkpoint."""
-    for attempt in range(1, STARTS_MAX + 1):
+    deadline = time.monotonic() + STARTING_SECONDS
+    while True:
         try:
             writer.trigger(availableNow=True).start().awaitTermination()
         except StreamingQueryException as error:
-            if "failed to connect back" not in str(error) or attempt == STARTS_MAX:
+            if "failed to connect back" not in str(error) or time.monotonic() > deadline:
                 raise
         else:
             return

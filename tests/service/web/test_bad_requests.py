@@ -281,12 +281,10 @@ def test_a_client_that_sends_a_byte_now_and_then_is_hung_up_on(world: World) -> 
     before = limited(world.web, "head_seconds")
     with socket.create_connection(world.asker().place, timeout=60) as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\n")
-        for number in range(600):
+        while limited(world.web, "head_seconds") == before:
             try:
-                slow.sendall(b"x-%d: a\r\n" % number)
+                slow.sendall(b"x: a\r\n")
             except OSError:
-                break
-            if limited(world.web, "head_seconds") > before:
                 break
             time.sleep(0.05)
     assert limited(world.web, "head_seconds") == before + 1

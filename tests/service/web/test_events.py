@@ -98,12 +98,7 @@ def test_there_are_so_many_places_and_a_page_that_leaves_gives_its_back(path: Pa
         assert refused.status == 503
         refused.close()
         pages.pop().close()
-        for number in range(50):  # the server notices when it next sends something
-            store.manifest.submit([ReserveIds(Counter.JOB, 100 + number)]).result()
-            if web.figures().pages_now < 2:
-                break
-            time.sleep(0.1)
-        settle(web, 1)
+        settle_by_writing(web, store, 1)
         again = Events(asker)
         assert again.status == 200
         for each in (*pages, again):
@@ -126,10 +121,8 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
         settle(web, 2)
         hub = web._web.hub
         bulk = {"changes": ["x" * 1000] * 200}
-        for _ in range(600):
+        while not web.figures().pages_dropped:
             hub._tell("changes", bulk)
-            if web.figures().pages_dropped:
-                break
             time.sleep(0.02)
         assert web.figures().pages_dropped == 1
         settle(web, 1)
@@ -170,14 +163,14 @@ def test_nobody_listens_and_nothing_is_looked_at(web: WebServer, store: Store) -
     page.close()
     store.create("shop", "pages")  # which the server tries to tell, and notices that the page is gone
     store.create("shop2", "pages")
-    settle_by_writing(web, store)
+    settle_by_writing(web, store, 0)
     assert hub._thread is not None
 
 
-def settle_by_writing(web: WebServer, store: Store) -> None:
-    for number in range(50):
-        if web.figures().pages_now == 0:
-            return
-        store.manifest.submit([ReserveIds(Counter.JOB, 500 + number)]).result()
-        time.sleep(0.1)
-    raise AssertionError("the page never left")
+def settle_by_writing(web: WebServer, store: Store, pages: int) -> None:
+    """The server notices that a page has left when it next sends something."""
+    number = 500
+    while web.figures().pages_now != pages:
+        number += 1
+        store.manifest.submit([ReserveIds(Counter.JOB, number)]).result()
+        time.sleep(0.05)
