@@ -4,16 +4,19 @@ takes ten seconds and more."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 # Deadlines measure the machine, not the code: a slow disk would make a property fail.
 settings.register_profile(
-    "default", deadline=None, max_examples=60, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]
+    "default", deadline=None, max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(
     "torture", settings.get_profile("default"), max_examples=2_000, stateful_step_count=100, print_blob=True
@@ -75,19 +78,53 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = os.path.join(_made_here[0], "t")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Doctests are looked for where there are some: looking is importing, in every worker, and one module in nine has one."""
+    collectors = yield
+    if not collectors or ">>> " in file_path.read_text():
+        return collectors
+    return [collector for collector in collectors if not isinstance(collector, DoctestModule)]
+
+
 def pytest_collection_finish() -> None:
     """What was collected is out of the collector's sight while the tests run."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
 
+_ended = itertools.count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """The same with what tests have imported and cached, from time to time: otherwise late collections look through it all."""
+    if next(_ended) % 25 == 0:
+        gc.collect()
+        gc.freeze()
+
+
+RUNNING = ("tests/rules/test_docs_run.py", "tests/rules/test_packaging.py")
+"""Rules about programs: they parse nothing, and take long."""
+
+
 class SparkInOneProcess(LoadScopeScheduling):  # type: ignore[misc]
     """Tests go one by one to whoever is free, but those with "spark" in their path or name all to one process: a JVM for each
-    would be slower. (`--dist loadgroup` is for that, but does nothing with pytest 9.2 and pytest-xdist 3.8.)"""
+    would be slower. So do those that look at the parsed source of everything, which would be parsed again for each process.
+    (`--dist loadgroup` is for that, but does nothing with pytest 9.2 and pytest-xdist 3.8.)"""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/rules/") and not nodeid.startswith(RUNNING):
+            return "rules"
         return "spark" if "spark" in nodeid.lower() else nodeid
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """Forget the test: what a worker was given is counted after every one, and with it all that it has done."""
+        given, nodeid = self.assigned_work[node], self.registered_collections[node][item_index]
+        scope = self._split_scope(nodeid)
+        del given[scope][nodeid]
+        if not given[scope]:
+            del given[scope]
+        self._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)
