@@ -39,6 +39,7 @@ from typing import NoReturn
 
 from quire.core.errors import InternalError, TimedOut
 from quire.durable.failpoints import VARIABLE
+from tests.programs import Program
 
 TIMEOUT_SECONDS = 60.0
 """How long an answer may take before the test is told instead of left hanging."""
@@ -142,8 +143,8 @@ class Nursery:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
         environment.pop(VARIABLE, None)  # a test arms its children, not the process that forks them
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), target, warm_up],
+            self._process = Program(
+                ["-c", _PROGRAM, str(theirs.fileno()), target, warm_up],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stderr=self._errors,

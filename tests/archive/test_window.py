@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,6 +34,7 @@ from quire.store.restoring import restore
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.archive.world import Gate
+from tests.programs import run_program
 
 HOUR = 3_600.0
 
@@ -360,11 +359,10 @@ def test_an_owner_that_is_killed_anywhere_is_followed_by_one_that_ends_the_round
         "world.open().maintain()"
     )
     seconds = (world.clock.now_ms() - ManualClock().now_ms()) / 1000
-    killed = subprocess.run(
-        [sys.executable, "-c", child, str(world.path), str(seconds)],
+    killed = run_program(
+        ["-c", child, str(world.path), str(seconds)],
         env={**os.environ, "QUIRE_FAILPOINTS": f"{point}=kill"},
         timeout=120,
-        check=False,
     )
     assert killed.returncode == -signal.SIGKILL
     assert value_of(world.restored()) == 2

@@ -21,6 +21,7 @@ from quire.cli import main
 from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.records import IndexRecord, WalStateRecord
+from tests.programs import Program, run_program
 from tests.rules.tree import SRC
 
 
@@ -86,12 +87,13 @@ def first_byte(path: Path, database: str) -> bytes:
 
 
 @pytest.fixture
-def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run `quire` with arguments, by default on the store at `path`."""
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `quire` with arguments, by default on the store at `path`, which is made when it is needed; `at=None`: on none."""
     monkeypatch.delenv("QUIRE_STORE", raising=False)
 
-    def invoke(*arguments: str, answer: str = "", at: Path | str | None = path, **env: str) -> Ended:
-        where = ["--store", str(at)] if at is not None else []
+    def invoke(*arguments: str, answer: str = "", at: Path | str | None = "", **env: str) -> Ended:
+        place = request.getfixturevalue("path") if at == "" else at
+        where = ["--store", str(place)] if place is not None else []
         out, err = io.StringIO(), io.StringIO()
         with monkeypatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "stdin", io.StringIO(answer))
@@ -124,16 +126,14 @@ def damage(path: Path) -> Iterator[Plant]:
 def quire_program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `python -m quire` as a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(SRC), **options.pop("env", {})}
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, timeout=60, env=env, **options
-    )
+    return run_program(["-m", "quire", *arguments], capture_output=True, env=env, **options)
 
 
 def on_a_terminal(*arguments: str) -> list[str]:
     """The lines that `quire` shows on a terminal of 80 columns, without colours."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-m", "quire", *arguments], stdout=theirs, stderr=theirs, env=env)
+    process = Program(["-m", "quire", *arguments], stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
     shown = b""
     try:

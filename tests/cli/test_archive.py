@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from quire.cli.completion import WORDS
 from quire.store.config_edit import with_setting
 from tests.cli.conftest import Run
 from tests.manifest.helpers import eventually
+from tests.programs import Program, run_program
 from tests.rules.tree import SRC
 
 TOML = """\
@@ -80,12 +80,12 @@ def test_on_refuses_an_unknown_mode(run: Run, shop: Path) -> None:
 def owned(shop: Path, *, serving: bool) -> Iterator[None]:
     """The store has an owner, which is another process; it is killed when the test is done with it."""
     if serving:
-        command = [sys.executable, "-m", "quire", "serve", "--store", str(shop)]
+        command = ["-m", "quire", "serve", "--store", str(shop)]
     else:
         program = f"import quire, time; s = quire.open({str(shop)!r}); print('open', flush=True); time.sleep(600)"
-        command = [sys.executable, "-c", program]
+        command = ["-c", program]
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as owner:
+    with Program(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as owner:
         try:
             assert owner.stdout is not None
             assert owner.stdout.readline()
@@ -107,7 +107,7 @@ def test_a_running_owner_must_be_restarted(run: Run, shop: Path) -> None:
 def test_status_of_a_store_that_was_killed(run: Run, shop: Path) -> None:
     run("archive", "on", at=shop)
     program = f"import os, quire; s = quire.open({str(shop)!r}); s.kv('cart').put(b'x', b'y'); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60, check=False)
+    run_program(["-c", program], env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60)
     status = run("archive", "status", "--json", at=shop).data
     assert (status["state"], status["safe"]) == ("not closed cleanly", False)
     doctor = {row["check"]: row for row in run("doctor", "--json", at=shop).data}

@@ -32,6 +32,7 @@ from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind
 from tests.cli.commands import COMMANDS
 from tests.cli.conftest import Ended
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 IN_ORDER = (
@@ -170,9 +171,9 @@ def prepare(words: str) -> None:
 
 def served(line: str) -> str:
     """What `quire serve` says, as a process of its own, until it is told to end."""
-    arguments = [sys.executable, "-m", "quire", *shlex.split(line.replace(":7448", ":0"))[1:]]
+    arguments = ["-m", "quire", *shlex.split(line.replace(":7448", ":0"))[1:]]
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with Program(arguments, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
         said = process.stdout.readline() + process.stdout.readline()
         process.send_signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import quire
 from quire.cli.output import Look
 from quire.cli.tables import RunningTable
 from tests.cli.conftest import Run, quire_program
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 SECONDS = 60
@@ -45,7 +45,7 @@ with quire.open(sys.argv[1]) as store:
 def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, *arguments], **{**streams, **options}, text=True, env=env, bufsize=1)
+    process = Program(arguments, **{**streams, **options}, env=env, bufsize=1)
     try:
         yield process
     finally:

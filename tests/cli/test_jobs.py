@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from quire.cli.output import width_of
 from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from tests.cli.conftest import Run, on_a_terminal
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 SLOW = """
@@ -163,14 +163,12 @@ def test_work_once_tells_of_failures(run: Run, queue: Path) -> None:
     assert (data["ran"], data["succeeded"], data["failed"]) == (1, 0, 1)
 
 
-def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
     """The program with the slow handler, as soon as its job is running."""
     with quire.open(path) as store:
         job_id = store.manifest.jobs.enqueue(JobKind.EVICT, 1)
     env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "jobs", "work", *arguments, "--store", str(path)], env=env, **streams
-    )
+    process = Program(["-c", SLOW, "jobs", "work", *arguments, "--store", str(path)], env=env, **streams)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with quire.open(path, "r") as reader:
@@ -195,7 +193,7 @@ def test_an_interrupt_puts_back_what_is_running(
     process = start(path, *arguments, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.send_signal(sent)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (code, b"")
+    assert (process.returncode, err) == (code, "")
     assert json.loads(out)["ran"] == 1
     with quire.open(path, "r") as store:
         (job,) = store.manifest.jobs.jobs()

@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import quire
 from tests.cli.conftest import Run
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 MISTAKES: list[tuple[str, int, str]] = [
@@ -113,7 +113,9 @@ def test_a_store_that_another_process_has(run: Run, path: Path) -> None:
         store.stream("clicks").append(b"hello").result()
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", OWNER, str(path)], text=True, env=env, **streams) as owner:  # type: ignore[call-overload]
+    with Program(["-c", OWNER, str(path)], env=env, **streams) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
         owner.stdout.readline()
         assert "hello" in run("stream", "tail", "clicks").out
         assert run("why", "shop").code == 0

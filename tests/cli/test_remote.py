@@ -23,6 +23,7 @@ from quire.core.errors import AccessDenied, InvalidInput, Unavailable
 from quire.service.commands import RemoteCommand
 from tests.cli.conftest import Ended, quire_program
 from tests.manifest.helpers import eventually
+from tests.programs import Program
 from tests.rules.tree import SRC
 from tests.service.world import served
 
@@ -39,8 +40,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         store.snapshot("shop", "tuesday")
         store.feed.register(name="my-app")
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    command = [sys.executable, "-m", "quire", "serve", "--store", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as serving:
+    command = ["-m", "quire", "serve", "--store", str(path)]
+    with Program(command, stdout=subprocess.PIPE, env=env) as serving:
         assert serving.stdout is not None
         assert serving.stdout.readline().startswith("listening on")
         yield path

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from quire.cli.output import width_of
 from quire.manifest import tables as t
 from quire.pages.anchors import lend
 from tests.cli.conftest import Run, on_a_terminal, write_pages
+from tests.programs import run_program
 
 
 def held(run: Run, subject: str) -> list[tuple[str, str]]:
@@ -407,8 +406,8 @@ def test_a_reader_in_the_memory_of_a_running_server_is_named(run: Run, shop: Pat
 
 def _beside(path: Path) -> Any:
     """What another process says."""
-    command = [sys.executable, "-m", "quire", "why", "shop", "--json", "--store", str(path)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    command = ["-m", "quire", "why", "shop", "--json", "--store", str(path)]
+    return json.loads(run_program(command, capture_output=True, check=True).stdout)
 
 
 def test_the_versions_of_a_page_are_listed_with_who_needs_each(run: Run, shop: Path) -> None:

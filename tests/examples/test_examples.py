@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import pytest
 
 from examples import audit_log, changes_to_parquet, feature_store, tenant_lakehouse, tenants
 from tests.objects.conftest import fresh_url, s3_server
+from tests.programs import run_program
 from tests.rules.tree import ROOT, SRC
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error", **variables}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
+    return run_program(arguments, cwd=ROOT, env=environment, capture_output=True)
 
 
 def test_every_example_is_listed_and_short_and_says_how_it_is_started() -> None:

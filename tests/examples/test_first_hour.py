@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import Program, run_program
 from tests.rules.tree import ROOT, SRC
 
 PAGES = ("operations", "snapshots", "jobs", "service", "feed", "sqlite", "streams", "key-value", "pages")
@@ -17,9 +17,8 @@ PAGES = ("operations", "snapshots", "jobs", "service", "feed", "sqlite", "stream
 def quire(*arguments: str, at: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     environment.pop("QUIRE_STORE", None)
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *arguments],
-        cwd=at, env=environment, input=stdin, capture_output=True, text=True, timeout=100,
+    return run_program(["-m", "quire", *arguments],
+        cwd=at, env=environment, input=stdin, capture_output=True, timeout=100,
     )  # fmt: skip
 
 
@@ -37,9 +36,7 @@ def test_the_programs_of_a_page_run_one_after_the_other_in_one_directory(page: s
     found = programs(page)
     assert len(found) > 1
     for number, code in enumerate(found):
-        ended = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-        )
+        ended = run_program(["-c", code], cwd=tmp_path, env=environment, capture_output=True, timeout=100)
         assert ended.returncode == 0, f"block {number}: {ended.stderr}"
 
 
@@ -74,9 +71,8 @@ def test_the_shell_says_where_to_write_what_is_for_reading(tmp_path: Path) -> No
 
 def test_who_has_seen_enough_of_the_tour_is_not_told_of_an_error(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "quire", "tour", "--store", "data"],
-        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    with Program(["-m", "quire", "tour", "--store", "data"],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as tour:  # fmt: skip
         assert tour.stdout is not None
         assert tour.stderr is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_tier2 import LogListing, LogObjects
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, check, fill
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 TWO_WEEKS = 14 * 86_400
@@ -172,10 +171,8 @@ with quire.open(Path(sys.argv[1]), settings=SETTINGS) as store:
 def test_a_crash_at_any_step_is_gone_on_with(tmp_path: Path, point: str) -> None:
     def live(failpoints: str) -> int:
         environment = {**os.environ, VARIABLE: failpoints, "PYTHONPATH": str(ROOT)}
-        arguments = [sys.executable, "-c", LIFE, str(tmp_path / "store")]
-        ended = subprocess.run(
-            arguments, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-        )
+        arguments = ["-c", LIFE, str(tmp_path / "store")]
+        ended = run_program(arguments, env=environment, cwd=ROOT, capture_output=True, timeout=120)
         assert ended.returncode in (0, -9), ended.stderr
         return ended.returncode
 

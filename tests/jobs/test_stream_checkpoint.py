@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from quire.manifest.verification import borrows
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, check, fill
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 POINTS = ("planned", "seen", "reserved")
@@ -243,9 +242,8 @@ def test_retention_that_comes_between_plan_and_publication_wins(store: quire.Sto
 
 def live(root: Path, failpoints: str = "") -> int:
     environment = {**os.environ, VARIABLE: failpoints, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.jobs.stream_world", str(root)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    ended = run_program(["-m", "tests.jobs.stream_world", str(root)],
+        env=environment, cwd=ROOT, capture_output=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode in (0, -9), ended.stderr
     return ended.returncode

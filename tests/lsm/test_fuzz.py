@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from quire.lsm.wal import decode_batch
 from quire.objects.api import list_objects
 from tests.lsm.crafted import parts_of, put_together, read_every_way
 from tests.lsm.worlds import TINY
+from tests.programs import run_program
 from tests.rules.tree import ROOT
 
 SMALL_BYTES = 16 << 20
@@ -61,8 +60,8 @@ def only_refuses(decode: Callable[[], object]) -> None:
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("seed", range(4))
 def test_crafted_tables_are_read_or_refused(tmp_path: Path, seed: int) -> None:
-    command = [sys.executable, "-m", "tests.lsm.crafted", str(tmp_path), str(seed), "400"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = ["-m", "tests.lsm.crafted", str(tmp_path), str(seed), "400"]
+    done = run_program(command, cwd=ROOT, capture_output=True, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     assert "'Corruption'" in done.stdout
 
@@ -81,8 +80,8 @@ def test_offsets_beyond_the_data_are_refused(tmp_path: Path) -> None:
         raise AssertionError("no offsets of keys of eight bytes")
     put_together(parts, tmp_path / "000001.sst")
     program = "import sys, pathlib, tests.lsm.crafted as c; print(c.read_every_way(pathlib.Path(sys.argv[1])))"
-    command = [sys.executable, "-c", program, str(tmp_path / "000001.sst")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    command = ["-c", program, str(tmp_path / "000001.sst")]
+    done = run_program(command, cwd=ROOT, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "Corruption")
 
 

@@ -28,6 +28,7 @@ from quire.manifest.store import ManifestStore
 from quire.testing.manifest import difference, dump
 from tests.manifest.batches import outcome
 from tests.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_apply
+from tests.programs import Program
 
 
 def register(db_id: int, name: str = "", kind: DbKind = DbKind.PAGES) -> RegisterDb:
@@ -139,12 +140,11 @@ def together(manifest: ManifestStore, batches: Sequence[Sequence[Op]]) -> list[M
 
 def python(code: str, *arguments: str) -> subprocess.Popen[str]:
     """Run a script in a process of its own, with pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+    return Program(
+        ["-c", textwrap.dedent(code), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 

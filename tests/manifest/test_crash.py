@@ -24,6 +24,7 @@ from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean, assert_replays
 from tests.manifest.crash_child import HOME
+from tests.programs import Program
 
 CHILD = Path(__file__).with_name("crash_child.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,14 +51,10 @@ class Crashes:
         self.notes_path = directory / "notes"
         self.notes_path.touch()
 
-    def start(
-        self, seed: int, *, threads: int = 1, batches: int = 1000, failpoints: str = ""
-    ) -> subprocess.Popen[bytes]:
+    def start(self, seed: int, *, threads: int = 1, batches: int = 1000, failpoints: str = "") -> subprocess.Popen[str]:
         arguments = [self.path, str(self.notes_path), str(seed), str(threads), str(batches)]
         environment = {**os.environ, VARIABLE: failpoints, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.Popen(
-            [sys.executable, str(CHILD), *arguments], env=environment, stderr=subprocess.PIPE, cwd=ROOT
-        )
+        return Program([str(CHILD), *arguments], env=environment, stderr=subprocess.PIPE, cwd=ROOT)
 
     def notes(self) -> Notes:
         notes = Notes(set(), {}, [])
@@ -71,15 +68,15 @@ class Crashes:
                     notes.ids.append(int(db_id))
         return notes
 
-    def expect_death(self, child: subprocess.Popen[bytes], timeout: float = 60.0) -> None:
+    def expect_death(self, child: subprocess.Popen[str], timeout: float = 60.0) -> None:
         _, stderr = child.communicate(timeout=timeout)
-        assert child.returncode == -signal.SIGKILL, stderr.decode()
+        assert child.returncode == -signal.SIGKILL, stderr
 
-    def kill_after(self, child: subprocess.Popen[bytes], acknowledged: int, seconds: float) -> None:
+    def kill_after(self, child: subprocess.Popen[str], acknowledged: int, seconds: float) -> None:
         """Kill the child some time after it has acknowledged so many batches more."""
         before, deadline = len(self.notes().acknowledged), time.monotonic() + 60
         while len(self.notes().acknowledged) < before + acknowledged:
-            assert child.poll() is None, child.communicate()[1].decode()
+            assert child.poll() is None, child.communicate()[1]
             assert time.monotonic() < deadline, "the child makes no progress"
             time.sleep(0.005)
         time.sleep(seconds)

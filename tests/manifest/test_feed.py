@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 import threading
 from contextlib import suppress
@@ -20,6 +19,7 @@ from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
 from tests.manifest.helpers import chunk, does, eventually, register
+from tests.programs import Program
 
 
 def fill(manifest: ManifestStore, changes: int) -> None:
@@ -185,8 +185,8 @@ def test_a_reading_process_fetches_and_waits_but_cannot_acknowledge(manifest: Ma
             except ReadOnly:
                 print("read-only")
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    command = ["-c", textwrap.dedent(program)]
+    with Program(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "3\n"
         does(manifest, chunk(77))

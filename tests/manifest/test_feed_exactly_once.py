@@ -25,6 +25,7 @@ from quire.core.errors import StoreClosed, TimedOut
 from quire.manifest.feed import ChangeFeed
 from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import chunk, does, register
+from tests.programs import Program
 
 NAME = "app"
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,21 +123,21 @@ class Lives:
     def live_and_die(self, life: int, rng: Random) -> None:
         """Start the consumer, let it see some changes, kill it at any moment."""
         before, wanted = len(self.seen()), rng.randint(1, 60)
-        child = subprocess.Popen(
-            [sys.executable, __file__, self.path, self.sink_path, self.mode, str(life)],
+        child = Program(
+            [__file__, self.path, self.sink_path, self.mode, str(life)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=ROOT,
             stderr=subprocess.PIPE,
         )
         deadline = time.monotonic() + 120
         while len(self.seen()) < before + wanted:
-            assert child.poll() is None, child.communicate()[1].decode()
+            assert child.poll() is None, child.communicate()[1]
             assert time.monotonic() < deadline, "the consumer makes no progress"
             time.sleep(0.005)
         time.sleep(rng.random() / 50)
         child.kill()
         _, stderr = child.communicate(timeout=60)
-        assert child.returncode == -signal.SIGKILL, stderr.decode()
+        assert child.returncode == -signal.SIGKILL, stderr
 
     def finish(self, manifest: ManifestStore) -> int:
         """A last life, in peace, up to the head; the head."""

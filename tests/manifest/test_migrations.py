@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from quire.manifest.records import MetaRecord, MigrationRecord
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from tests.manifest.helpers import register
+from tests.programs import run_program
 
 COUNT = t.META.key.pack("count")
 POINTS = ("manifest.migration.ran", "manifest.migration.recorded", "manifest.migration.durable")
@@ -99,8 +99,8 @@ def test_killed_in_the_middle_it_is_repaired_by_opening_again(path: str, point: 
     with environment(path) as env:
         migrate(env, ManualClock(), [])
     variables = {**os.environ, VARIABLE: f"{point}={before}*off->kill", "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.run([sys.executable, "-c", CHILD, path], env=variables, capture_output=True, timeout=60)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    child = run_program(["-c", CHILD, path], env=variables, capture_output=True, timeout=60)
+    assert child.returncode == -signal.SIGKILL, child.stderr
     with environment(path) as env:
         counted, schema, ledger = state(env)
         assert counted == len(ledger) == schema - BASE_SCHEMA
@@ -180,8 +180,8 @@ def test_a_step_that_is_killed_between_two_transactions_is_resumed(path: str, po
     script = f"{point}=kill" if point not in POINTS else f"{point}=1*off->kill"
     variables = {**os.environ, VARIABLE: script, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = CHILD.replace("STEPS", "LONG")
-    child = subprocess.run([sys.executable, "-c", code, path], env=variables, capture_output=True, timeout=60)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    child = run_program(["-c", code, path], env=variables, capture_output=True, timeout=60)
+    assert child.returncode == -signal.SIGKILL, child.stderr
     with environment(path) as env:
         assert_one_step_is_whole_or_resumable(env)
 

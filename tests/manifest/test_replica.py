@@ -43,6 +43,7 @@ from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean
 from tests.manifest.batches import BatchMaker, outcome
 from tests.manifest.helpers import chunk, does, eventually, finish, python, register
+from tests.programs import Program
 
 NAME = "replica"
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,21 +393,21 @@ def die_while_following(source: str, copy: str, kills: int) -> None:
     rng = Random(kills)
     for seed in range(1, kills + 1):
         before = _position(copy)
-        child = subprocess.Popen(
-            [sys.executable, __file__, source, copy, str(seed)],
+        child = Program(
+            [__file__, source, copy, str(seed)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=ROOT,
             stderr=subprocess.PIPE,
         )
         deadline = time.monotonic() + 120
         while _position(copy) < before + rng.randint(5, 60):
-            assert child.poll() is None, child.communicate()[1].decode()
+            assert child.poll() is None, child.communicate()[1]
             assert time.monotonic() < deadline, "the replica makes no progress"
             time.sleep(0.01)
         time.sleep(rng.random() / 50)
         child.kill()
         _, stderr = child.communicate(timeout=60)
-        assert child.returncode == -signal.SIGKILL, stderr.decode()
+        assert child.returncode == -signal.SIGKILL, stderr
 
 
 def _position(copy: str) -> int:

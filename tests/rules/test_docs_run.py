@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
 from tests.rules.tree import ROOT, SRC
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,9 +42,7 @@ BLOCKS = [
 
 def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error"}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True, timeout=250
-    )
+    return run_program(["-c", code], cwd=directory, env=environment, capture_output=True)
 
 
 def run_here(code: str, directory: Path, request: pytest.FixtureRequest) -> str:

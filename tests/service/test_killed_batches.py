@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,14 +11,15 @@ import pytest
 
 import quire
 from quire.service.loads import QUERY_KEYS
+from tests.programs import run_program
 from tests.rules.tree import ROOT
 from tests.service.killed_batches import QUIET
 
 
 def run(path: Path, kind: str, *batches: int, failpoints: str = "") -> int:
     environment = {**os.environ, "QUIRE_FAILPOINTS": failpoints}
-    command = [sys.executable, "-m", "tests.service.killed_batches", str(path), kind, *map(str, batches)]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=120, check=False, capture_output=True, text=True)
+    command = ["-m", "tests.service.killed_batches", str(path), kind, *map(str, batches)]
+    ended = run_program(command, env=environment, cwd=ROOT, timeout=120, capture_output=True)
     assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
     return ended.returncode
 

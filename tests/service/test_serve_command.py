@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 Serve = Callable[..., subprocess.Popen[str]]
@@ -25,9 +26,9 @@ def serve(path: Path) -> Iterator[Serve]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, store: Path = path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "quire", "serve", "--store", str(store), *arguments]
+        command = ["-m", "quire", "serve", "--store", str(store), *arguments]
         env = {**os.environ, "PYTHONPATH": str(SRC)}
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+        started.append(Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env))
         return started[-1]
 
     yield start

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from quire.durable.failpoints import armed
 from quire.manifest.ops.base import Counter, Op, ReserveIds
 from quire.service.wire import VERSION_HEADER, WIRE_VERSION
 from quire.store.store import Store
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 HEADERS = [(VERSION_HEADER.encode(), str(WIRE_VERSION).encode())]
@@ -54,11 +54,10 @@ def served(path: Path, address: str | None = None, **service: Any) -> Iterator[t
 
 def process(program: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """A Python program of its own; stdin and stdout are pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+    return Program(
+        ["-c", program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{SRC.parent}", **environment},
     )
 

@@ -26,6 +26,7 @@ from quire.core.errors import SnapshotGone
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed
 from tests.cli.conftest import Ended, on_a_terminal, quire_program
+from tests.programs import Program
 from tests.rules.tree import SRC
 from tests.service.world import OWNER, end, line, process
 from tests.sqlite.followed import Obedient, content, truth
@@ -145,9 +146,9 @@ def test_follow_once_takes_what_is_new(root: Path, tmp_path: Path) -> None:
 
 
 def start_following(root: Path, file: Path, **more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "quire", "sqlite", "follow", str(file), "copy", "--interval", "0.02", "--json"]
+    command = ["-m", "quire", "sqlite", "follow", str(file), "copy", "--interval", "0.02", "--json"]
     env = {**os.environ, "PYTHONPATH": str(SRC), **more}
-    return subprocess.Popen([*command, "--store", str(root)], stdout=subprocess.PIPE, text=True, env=env)
+    return Program([*command, "--store", str(root)], stdout=subprocess.PIPE, env=env)
 
 
 def wait_for_position(root: Path) -> None:
@@ -337,7 +338,7 @@ def kill_both_again_and_again(root: Path, tmp_path: Path, seed: int, lives: int)
     """A writing program and its follower die at any moment, each on its own; versions are whole, the last one is the file."""
     rng = random.Random(seed)
     file = tmp_path / "app.db"
-    writer = subprocess.Popen([sys.executable, "-c", BUSY, str(file), str(seed)])
+    writer = Program(["-c", BUSY, str(file), str(seed)])
     process = start_following(root, file)
     try:
         for life in range(lives):
@@ -345,7 +346,7 @@ def kill_both_again_and_again(root: Path, tmp_path: Path, seed: int, lives: int)
             if rng.random() < 0.4:
                 writer.kill()
                 writer.wait()
-                writer = subprocess.Popen([sys.executable, "-c", BUSY, str(file), str(seed * 100 + life)])
+                writer = Program(["-c", BUSY, str(file), str(seed * 100 + life)])
             else:
                 process.kill()
                 process.communicate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import quire
 from quire.sqlite import dbapi
 from quire.sqlite.pep249.driver import DriverCursor, LocalDriver, Prepared
+from tests.programs import Program
 
 
 def filled(path: Path) -> None:
@@ -101,8 +101,8 @@ OWNER = (
 
 def test_beside_another_owner_it_reads_and_says_why_it_cannot_write(tmp_path: Path) -> None:
     filled(tmp_path / "store")
-    command = [sys.executable, "-c", OWNER, str(tmp_path / "store")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    command = ["-c", OWNER, str(tmp_path / "store")]
+    with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "owner\n"
         with pytest.raises(dbapi.OperationalError, match="database is locked") as caught:
@@ -120,8 +120,8 @@ STARTING = (
 
 def test_it_waits_for_an_owner_that_is_starting_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "store")
-    command = [sys.executable, "-c", STARTING, str(tmp_path / "store")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    command = ["-c", STARTING, str(tmp_path / "store")]
+    with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "owner\n"
         told: list[float] = []

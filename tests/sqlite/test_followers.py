@@ -6,7 +6,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -20,6 +19,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.local import FollowSqliteFile
 from quire.store.store import Store
 from tests.manifest.helpers import eventually
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 
@@ -127,8 +127,8 @@ def test_a_server_goes_on_after_its_restart(
 
 def served_by(path: Path) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    command = [sys.executable, "-m", "quire", "serve", "--store", str(path)]
-    serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    command = ["-m", "quire", "serve", "--store", str(path)]
+    serving = Program(command, stdout=subprocess.PIPE, env=env)
     assert serving.stdout is not None
     assert serving.stdout.readline().startswith("listening on")
     return serving

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from quire.core.errors import OutOfRange, ReadOnly, UnknownSnapshot
 from quire.sqlite.files import ReadOnlyFile, open_reader
 from quire.sqlite.vfs import QuireVfs
 from quire.store.store import Store
+from tests.programs import Program
 from tests.rules.tree import SRC
 from tests.sqlite.conftest import SETTINGS, count
 
@@ -41,11 +41,10 @@ def eventually(look: Callable[[], object], expected: object) -> None:
 
 
 def test_another_process_follows_the_owner_and_does_not_write(store: Store, shop: apsw.Connection) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, store.path],
+    child = Program(
+        ["-c", PROGRAM, store.path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(SRC)},
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 import quire
 from quire.store.store import Store
+from tests.programs import Program
 from tests.rules.tree import SRC
 
 Script = Callable[[str, str], subprocess.Popen[str]]
@@ -46,11 +46,10 @@ def script() -> Iterator[Script]:
     started: list[subprocess.Popen[str]] = []
 
     def start(text: str, argument: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", text, argument],
+        process = Program(
+            ["-c", text, argument],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, "PYTHONPATH": str(SRC)},
         )
         started.append(process)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.store.store import Store
+from tests.programs import run_program
 from tests.rules.tree import SRC
 
 STILL = MaintenanceSettings(enabled=False, delete_grace_seconds=0.0)
@@ -290,8 +290,8 @@ def test_a_killed_backup_leaves_the_one_before(tmp_path: Path, point: str, form:
     with filled(tmp_path / "store") as store:
         store.backup(str(tmp_path / "b"))
     since = "" if form == "directory" else str(tmp_path / "b")
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "store"), str(target), since],
+    child = run_program(
+        ["-c", CHILD, str(tmp_path / "store"), str(target), since],
         env={**os.environ, "PYTHONPATH": str(SRC), "QUIRE_FAILPOINTS": f"{point}=kill"},
         check=False,
     )

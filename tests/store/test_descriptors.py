@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 WRITE_MANY = """
 import os, resource, sys, time
@@ -70,8 +70,8 @@ print("done")
 @pytest.mark.parametrize("kind", ["pages", "stream", "lsm"])
 def test_more_databases_than_descriptors_are_written_and_idle_ones_hold_none(tmp_path: Path, kind: str) -> None:
     """1,024 descriptors ended at database 1,012, after all connections had been closed."""
-    command = [sys.executable, "-c", WRITE_MANY, str(tmp_path / "s"), kind, "130"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-c", WRITE_MANY, str(tmp_path / "s"), kind, "130"]
+    done = run_program(command, capture_output=True)
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
 

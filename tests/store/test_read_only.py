@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from quire.cli.main import run
 from quire.core.errors import CursorLost, OutOfRange, ReadOnly, StoreClosed, UnknownCursor
 from quire.store.standby import Standby
 from tests.archive.world import contents, fill, world
+from tests.programs import Program, run_program
 
 OWNER = """
 import sys, quire
@@ -65,11 +65,10 @@ class OwnerProcess:
     """A process that owns the store and does what it is told."""
 
     def __init__(self, path: Path, script: str = OWNER) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", script, str(path)],
+        self._process = Program(
+            ["-c", script, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             cwd=Path(__file__).parents[2],
         )
         self._answer("ready")
@@ -222,9 +221,7 @@ with quire.open(sys.argv[1], "r") as store:
 
 def read_elsewhere(path: Path) -> Any:
     """In a process of its own: the one that runs a standby cannot read it."""
-    answer = subprocess.run(
-        [sys.executable, "-c", READER, str(path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    answer = run_program(["-c", READER, str(path)], capture_output=True, timeout=120)
     assert not answer.returncode, answer.stderr
     return json.loads(answer.stdout)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import quire
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.store.store import Store
+from tests.programs import run_program
 from tests.rules.tree import SRC
 
 STILL = MaintenanceSettings(enabled=False)
@@ -116,10 +115,9 @@ with quire.open(sys.argv[1], settings=settings) as store:
 )
 def test_a_killed_restore_leaves_no_half_database(store: Store, tmp_path: Path, name: str, point: str) -> None:
     store.close()
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "store"), name],
+    child = run_program(
+        ["-c", CHILD, str(tmp_path / "store"), name],
         env={**os.environ, "PYTHONPATH": str(SRC), "QUIRE_FAILPOINTS": f"restore_db.{point}=kill"},
-        check=False,
     )
     assert child.returncode == -signal.SIGKILL
     with quire.open(tmp_path / "store", settings=settings(tmp_path)) as again:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import quire
 from quire.core.limits import MIB
 from quire.durable.space import measure, owner_of
+from tests.programs import run_program
 
 
 def _du(path: Path) -> int:
@@ -105,8 +105,7 @@ def test_what_people_are_shown_is_what_du_says(mixed: Path) -> None:
     environment = {**os.environ, "QUIRE_STORE": str(mixed)}
 
     def quire_says(*arguments: str) -> Any:
-        command = [os.path.join(os.path.dirname(sys.executable), "quire"), *arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        done = run_program(["-m", "quire", *arguments, "--json"], capture_output=True, check=True, env=environment)
         return json.loads(done.stdout)
 
     assert _is_near(quire_says("info")["disk_bytes"], given)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, suppress
@@ -24,6 +23,7 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.store.standby import Standby, promote
 from tests.archive.world import Gate, World, contents, fill, kill, quiet, until, world
+from tests.programs import run_program
 
 
 def follow(here: World, name: str = "standby") -> Standby:
@@ -372,8 +372,8 @@ def test_readers_beside_a_running_standby_see_what_was_published(tmp_path: Path)
 
 
 def _read_beside(tmp_path: Path) -> str:
-    command = [sys.executable, "-c", READER, str(tmp_path / "standby")]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = ["-c", READER, str(tmp_path / "standby")]
+    answer = run_program(command, capture_output=True)
     assert not answer.returncode, answer.stderr
     return answer.stdout.strip()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from quire.core.errors import Unavailable
 from quire.durable.failpoints import armed
 from quire.store import reader_files
 from tests.archive.world import fill, world
+from tests.programs import Program
 from tests.store.test_standby import follow, polled
 
 READS = """
@@ -111,9 +111,7 @@ def test_readers_of_a_standby_that_begins_again_see_one_state(tmp_path: Path) ->
         more(1)
         with follow(here) as standby:
             standby.poll()
-            reader = subprocess.Popen(
-                [sys.executable, "-c", READS, standby.path, str(last)], stdout=subprocess.PIPE, text=True
-            )
+            reader = Program(["-c", READS, standby.path, str(last)], stdout=subprocess.PIPE)
             assert reader.stdout is not None
             with reader, reader.stdout as answers:
                 assert answers.readline() == "ready\n"

@@ -6,7 +6,6 @@ import json
 import os
 import sqlite3
 import subprocess
-import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import libsql
 import turso.sync
+
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,8 +31,8 @@ class ServedStore:
 
     def start(self) -> None:
         """Serve."""
-        command = [sys.executable, "-m", "tests.service.replicas.child", str(self.directory), self._address]
-        self._process = subprocess.Popen(
+        command = ["-m", "tests.service.replicas.child", str(self.directory), self._address]
+        self._process = Program(
             [*command, *self._more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

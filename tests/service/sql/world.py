@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import quire
 from quire.durable.failpoints import VARIABLE
 from quire.store.store import Store
+from tests.programs import Program
 from tests.service.web.world import Asker, Told
 
 SERVICE: dict[str, Any] = {"http_anonymous_writes": True, "stop_seconds": 1.0}
@@ -127,11 +127,10 @@ with quire.open(sys.argv[1], settings=settings) as store, store.serve_http("127.
 @contextmanager
 def owner(path: Path, failpoints: str = "") -> Iterator[SqlAsker]:
     """The store, served by a process of its own, which may be killed; it has ended behind the block."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(path)],
+    with Program(
+        ["-c", OWNER, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env={**os.environ, VARIABLE: failpoints},
     ) as process:
         assert process.stdin is not None

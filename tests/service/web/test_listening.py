@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 
 import quire
 from quire.service.web.accepting import HELD_MAX
+from tests.programs import Program
 from tests.rules.tree import SRC
 from tests.service.web.test_bad_requests import until
 from tests.service.web.world import Asker, web_served
@@ -176,11 +176,10 @@ def test_who_stays_too_long_is_hung_up_on(path: Path, monkeypatch: pytest.Monkey
 
 def test_a_server_that_is_told_to_end_ends_though_clients_stay(path: Path) -> None:
     quire.open(path).close()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire", "serve", "--store", str(path), "--http", "0"],
+    process = Program(
+        ["-m", "quire", "serve", "--store", str(path), "--http", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(SRC)},
     )
     try:

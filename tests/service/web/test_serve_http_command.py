@@ -11,17 +11,17 @@ from pathlib import Path
 
 import quire
 from quire.service.web.server import WebServer
+from tests.programs import Program
 from tests.rules.tree import ROOT, SRC
 from tests.service.web.world import Asker
 
 
 def test_serve_listens_on_http_and_ends_well(path: Path) -> None:
     quire.open(path).close()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire", "serve", "--store", str(path), "--http", "127.0.0.1:0"],
+    process = Program(
+        ["-m", "quire", "serve", "--store", str(path), "--http", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(SRC)},
     )
     try:
