@@ -99,6 +99,5 @@ print("done")
 
 def test_hundreds_of_sets_that_are_written_in_turn_do_not_sync_each_others_logs(tmp_path: Path) -> None:
     """With 256 open files each put without a sync had to sync the log of another set, to close it."""
-    command = [sys.executable, "-c", WRITE_IN_TURN, str(tmp_path / "s")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(["-c", WRITE_IN_TURN, str(tmp_path / "s")], capture_output=True)
     assert done.stdout.strip() == "done", done.stderr[-3000:]
