@@ -11,7 +11,8 @@ Rules
   2. Files are synced before the manifest's rows are committed, as the owner did it (S1); `position` is written last.
   3. Paths come from a bucket: one that leaves the directory is refused.
   4. In a directory that is followed, readers are at work: rows that let go of a file are committed before the file is lost,
-     and a name that gets another file is never without one. Names are durable before rows are committed.
+     and what readers still need of it is kept (`kept_files.py`). A name that gets another file is never without one. Names
+     are durable before rows are committed.
 
 What a standby keeps between two objects is the directory itself: `.files/` says which number a file has, its links say which
 names it has, remote_files.json the rest. An object that was cut off is applied again from its beginning.
@@ -43,6 +44,7 @@ from quire.archive.format import (
     WriteEvent,
     ZeroEvent,
 )
+from quire.archive.kept_files import KeptFiles, is_kept_kind
 from quire.archive.recorder import REMOTE_FILES, Shipping, shipping
 from quire.archive.state_files import RemoteFile, read_remote_files
 from quire.core.errors import Corruption
@@ -58,6 +60,8 @@ STAGED = "staged"
 """In `.files/`: a second link to a file, on its way to replace another."""
 OPEN_FILES_MAX = 64
 ZERO_STEP = MIB
+HEADER_LOOK_BYTES = 8
+"""Of a file that was made ahead they are zero."""
 
 
 Adapt = Callable[[str, list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]]
@@ -77,16 +81,16 @@ class Replay:
         root: str,
         *,
         adapt: Adapt = _as_they_are,
-        is_followed: bool = False,
+        kept: KeptFiles | None = None,
         settings: ManifestSettings | None = None,
     ) -> None:
-        """`adapt` is given the rows of every commit. `is_followed`: the directory is one that readers have open (rule 4)."""
+        """`adapt` is given the rows of every commit. `kept`: the directory is one that readers have open (rule 4)."""
         # constant after construction
         self._disk = disk
         self._root = os.path.abspath(root)
         self._files = os.path.join(self._root, names.REPLAYED)
         self._adapt = adapt
-        self._is_followed = is_followed
+        self._kept = kept
         disk.make_dirs(self._files)
         self._rows = RowImage(os.path.join(self._root, names.MANIFEST), settings)
         self._names: dict[str, int] = {}
@@ -111,10 +115,16 @@ class Replay:
 
     @classmethod
     def resume(
-        cls, disk: Disk, root: str, *, adapt: Adapt = _as_they_are, settings: ManifestSettings | None = None
+        cls,
+        disk: Disk,
+        root: str,
+        *,
+        kept: KeptFiles,
+        adapt: Adapt = _as_they_are,
+        settings: ManifestSettings | None = None,
     ) -> Replay:
         """Go on in a directory that was `settle`d. Which file has which name is read from the directory itself."""
-        replay = cls(disk, root, adapt=adapt, is_followed=True, settings=settings)
+        replay = cls(disk, root, adapt=adapt, kept=kept, settings=settings)
         numbers = {
             os.stat(os.path.join(replay._files, name)).st_ino: int(name, 16)
             for name in disk.names(replay._files)
@@ -155,7 +165,7 @@ class Replay:
             if (file := self._open.get(number)) is not None:
                 file.sync()
         self._dirty.clear()
-        if self._is_followed:
+        if self._kept is not None:
             for folder in sorted(self._folders):
                 with suppress(FileNotFoundError):
                     self._disk.sync_dir(folder)
@@ -170,6 +180,8 @@ class Replay:
     def _apply(self, event: AnyEvent) -> None:
         match event:
             case WriteEvent():
+                if self._kept is not None and not event.offset:
+                    self._before_header(event.file, self._kept)
                 if (file := self._file(event.file)) is not None:
                     file.write_at(event.data, event.offset)
                     self.bytes_written += len(event.data)
@@ -216,8 +228,17 @@ class Replay:
 
     def _before_loss(self) -> None:
         """Rows first that let go of what is about to be lost: readers find by them (rule 4)."""
-        if self._is_followed and self._commits:
+        if self._kept is not None and self._commits:
             self._flush()
+
+    def _before_header(self, number: int, kept: KeptFiles) -> None:
+        """The beginning of a file is written. A WAL segment that has a header begins another life by that: its owner uses the
+        file again, and renames it afterwards."""
+        paths = [path for path in self._paths.get(number, ()) if is_kept_kind(path)]
+        if paths and (file := self._file(number)) is not None and any(file.read_at(HEADER_LOOK_BYTES, 0)):
+            self._before_loss()
+            for path in paths:
+                kept.keep(path, copied=True)
 
     def _file(self, number: int) -> File | None:
         if (file := self._open.get(number)) is None:
@@ -263,14 +284,16 @@ class Replay:
             return
         if not self._disk.exists(self._content(number)):
             if self.is_lenient or number in self._swept:
-                if not self._is_followed:
+                if self._kept is None:
                     self._unbind(
                         path
                     )  # what the base has under this name was replaced; where the name lives on, its event follows
                 return
             raise Corruption("the archive names a file that it never made", file=number, path=path)
         self._disk.make_dirs(os.path.dirname(target))
-        if self._is_followed and path not in self.remote and self._disk.exists(target):
+        if self._kept is not None:
+            self._kept.replace(path)
+        if self._kept is not None and path not in self.remote and self._disk.exists(target):
             # Readers find one file or the other under this name, never none.
             staged = os.path.join(self._files, STAGED)
             with suppress(FileNotFoundError):
@@ -289,6 +312,8 @@ class Replay:
             return
         if self.remote.pop(path, None) is None:
             target = os.path.join(self._root, self._checked(path))
+            if self._kept is not None:
+                self._kept.keep(path)
             with suppress(FileNotFoundError):
                 self._disk.remove(target)
             self._folders.add(os.path.dirname(target))
@@ -331,6 +356,8 @@ class Replay:
                 self._disk.remove(self._content(number))
             self._swept.add(number)
         self._nameless.clear()
+        if self._kept is not None:
+            self._kept.release()
 
     def settle(self) -> None:
         """Have everything durable, so that `resume` can go on here."""

@@ -28,6 +28,7 @@ import struct
 import threading
 import uuid
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -173,6 +174,7 @@ class FileLease:
         "_clock",
         "_disk",
         "_file",
+        "_let_go",
         "_renewed_ms",
         "_was_lost",
         "open",
@@ -193,6 +195,7 @@ class FileLease:
         # the holder's
         self._file: File | None = file
         self._renewed_ms = record.opened_ms
+        self._let_go: Callable[[], None] | None = None
         # only ever lowered
         self.open = True
         self._was_lost = False
@@ -225,6 +228,10 @@ class FileLease:
             hit("pages.lease.taken")
             return cls(disk, clock, file, path, record)
         raise TimedOut("the owner sweeps lease files faster than one can be made", hint="try again", tries=TAKE_TRIES)
+
+    def when_closed(self, let_go: Callable[[], None]) -> None:
+        """Call this when the lease is given back; not if it is only forgotten."""
+        self._let_go = let_go
 
     @property
     def is_held(self) -> bool:
@@ -273,6 +280,9 @@ class FileLease:
     def close(self) -> None:
         """Give the version back. A second time, and in a forked child: nothing."""
         self.open = False
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go()
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -289,6 +299,7 @@ class FileLease:
 
     def __del__(self) -> None:
         with suppress(AttributeError, TypeError):  # half made, or the interpreter is going down
+            self._let_go = None  # it takes locks, and this may run at any line
             self.close()
 
 

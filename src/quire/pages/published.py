@@ -2,7 +2,8 @@
 
 Published is what the manifest knows: everything up to `last_applied_lsn`, at most a second behind what is durable (P6).
 Reading is the owner's (`versions.py`, P8) without its unpublished versions. A snapshot renews its lease file for as long as
-somebody holds it; one that was forgotten is given back when it is collected. One whose lease the owner has retired (this
+somebody holds it; one that was forgotten is given back when it is collected. On a standby it also holds the rows that it
+began with. One whose lease the owner has retired (this
 process was stopped for too long) raises `LeaseExpired`, at the latest when a page it needs is gone; wrong data is impossible
 in any case (P8). After fork() the child's snapshots are closed; the parent's live on (M12).
 
@@ -13,6 +14,7 @@ Threads: opening any, a snapshot one at a time; the heart has one of its own. Ra
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from quire.core.clock import Clock
 from quire.core.errors import Corruption, QuireError, SnapshotGone, StoreClosed
 from quire.core.events import emit
+from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.manifest import tables as t
@@ -40,6 +43,29 @@ from quire.pages.view_build import open_kept, view_of
 
 OPEN_TRIES = 64
 """How often a version is taken anew; each time a floor must have been given out in the instant before."""
+
+
+class HeldRows:
+    """The rows of one moment, for a snapshot that lasts: the manifest's snapshot stays open with it."""
+
+    def __init__(self, txn: ReadTxn) -> None:
+        self._txn = txn
+        self._lock = threading.Lock()  # LMDB lets one thread at a time into a transaction
+
+    def __call__(self) -> HeldRows:
+        return self
+
+    def __enter__(self) -> ReadTxn:
+        self._lock.acquire()
+        return self._txn
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def close(self) -> None:
+        """End the manifest's snapshot, when nobody is reading in it."""
+        with self._lock:
+            self._txn.close()
 
 
 class PublishedReaders:
@@ -104,6 +130,8 @@ class PublishedReaders:
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
             version = find(txn, db_id)
+        if self._disk.exists(os.path.join(self._root, names.STANDBY)):
+            return self._open_held(db_id, find, version, tags)
         shape, lsn = shape_of(db_id, record, 0, self._page_size), -1
         for _ in range(OPEN_TRIES):
             if isinstance(version, SnapshotView):
@@ -133,6 +161,32 @@ class PublishedReaders:
             lsn=lsn,
         )
 
+    def _open_held(
+        self,
+        db_id: int,
+        find: Callable[[ReadTxn, int], Mark | SnapshotView],
+        version: Mark | SnapshotView,
+        tags: dict[str, str] | None,
+    ) -> Snapshot:
+        """On a standby: the owner knows nothing of our leases and goes on, so the rows of this moment are held instead, and
+        the standby keeps the files that they name (`archive/kept_files.py`): first the lease, then the rows."""
+        lsn = version.lsn if isinstance(version, Mark) else 0
+        file = FileLease.take(self._disk, self._clock, self._root, db_id=db_id, lsn=lsn, tags=dict(tags or {}))
+        try:
+            hit("pages.published.leased")
+            rows = HeldRows(self._manifest.read())
+            file.when_closed(rows.close)
+            with rows as txn:
+                record = find_database(txn, db_id)[1]
+                version = find(txn, db_id)
+            if isinstance(version, Mark):
+                return self._make(db_id, shape_of(db_id, record, 0, self._page_size), file, version, rows)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return open_kept(self._manifest, version, self._sources, self._regions)
+
     def _newest(self, txn: ReadTxn, db_id: int) -> Mark:
         """The newest published version, and when it was committed as far as its segment still says so."""
         wal = txn.wal_state(db_id)
@@ -151,8 +205,12 @@ class PublishedReaders:
             self._sources.forget_segment(db_id, segment_id)  # truncated since: only the time is not known
         return Mark(lsn, wal.size_pages, segment_id, commit_ms)
 
-    def _make(self, db_id: int, shape: PageShape, file: FileLease, mark: Mark) -> Snapshot:
+    def _make(
+        self, db_id: int, shape: PageShape, file: FileLease, mark: Mark, rows: HeldRows | None = None
+    ) -> Snapshot:
         versions = self._versions_of(db_id, shape)
+        if rows is not None:
+            versions = versions.as_of(rows)
         with self._lock:
             if self._stopping.is_set():
                 raise StoreClosed("the store is closed", hint="open it again")

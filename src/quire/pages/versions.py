@@ -18,7 +18,9 @@ Raises `SnapshotGone`, `DatabaseTombstoned`, `Corruption`, and what disks and ob
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from copy import copy
+from typing import TYPE_CHECKING, Self
 
 from quire.core.errors import Corruption, DatabaseTombstoned, SnapshotGone
 from quire.core.ids import ArtifactKey
@@ -34,6 +36,8 @@ from quire.pages.view_build import kept_source
 
 if TYPE_CHECKING:
     from quire.pages.wal import Version
+
+BeginRead = Callable[[], AbstractContextManager[ReadTxn]]
 
 LEAVES_KEPT = 1_024
 """Decoded leaves of the slot map in memory, per database: 256 slots each, so 16 TiB of 64 MiB chunks."""
@@ -56,7 +60,7 @@ class Versions(PageSource):
         db_id: int,
         page_size: int,
         pages_per_chunk: int,
-        begin_read: Callable[[], ReadTxn],
+        begin_read: BeginRead,
         sources: Sources,
         objects_url: str,
         inherited: FrameMap = EMPTY_MAP,
@@ -69,9 +73,25 @@ class Versions(PageSource):
         self._inherited = inherited
         """Page → newest version in segments of an origin this database was forked from (P12)."""
         self._unpublished = unpublished
+        self._present: Versions | None = None
+        """Of versions as of a moment: the same with the rows of now."""
         # caches
         self._leaves: dict[tuple[int, int, int], Leaf] = {}
         self._places: dict[ArtifactKey, ChunkPlace] = {}
+
+    def as_of(self, rows: BeginRead) -> Self:
+        """The same versions by the rows of one moment, whatever is checkpointed afterwards."""
+        held = copy(self)
+        held._begin_read, held._present = rows, self
+        return held
+
+    def _read_again(self, page: int, lsn: int) -> tuple[int, bytes]:
+        try:
+            return super()._read_again(page, lsn)
+        except Corruption:
+            if self._present is not None:
+                self._present.locate(page, lsn)  # `SnapshotGone` if its files went with later rows
+            raise
 
     def locate(self, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
         """Where the page as of version `lsn` is."""

@@ -10,6 +10,7 @@ Pure reading. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -92,7 +93,11 @@ def kept_range(row: SnapshotRecord) -> tuple[int, int]:
 
 
 def kept_source(
-    begin_read: Callable[[], ReadTxn], sources: Sources, db_id: int, mark: Mark, objects_url: str
+    begin_read: Callable[[], AbstractContextManager[ReadTxn]],
+    sources: Sources,
+    db_id: int,
+    mark: Mark,
+    objects_url: str,
 ) -> ViewSource | None:
     """The pages of a version that was set aside; `None` if no snapshot keeps it."""
     with begin_read() as txn:
@@ -106,7 +111,7 @@ def kept_source(
     return ViewSource(view, sources, is_gone=_dropped(begin_read, view))
 
 
-def _dropped(begin_read: Callable[[], ReadTxn], view: SnapshotView) -> Callable[[], bool]:
+def _dropped(begin_read: Callable[[], AbstractContextManager[ReadTxn]], view: SnapshotView) -> Callable[[], bool]:
     """Says whether the row behind a view is gone."""
 
     def is_gone() -> bool:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+from quire.archive.kept_files import is_kept_kind, kept_path
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
 from quire.archive.state_files import StandbyPhase, read_remote_files, read_standby_state
@@ -68,6 +70,10 @@ class ReaderFiles(RemoteFiles):
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         self._look()
+        relative = os.path.relpath(path, self._root)
+        if is_kept_kind(relative):
+            with suppress(FileNotFoundError):  # a segment that the standby has lost since it was looked up
+                return self._inner.open(kept_path(self._root, relative), write=False)
         return super().open(path, create=create, exclusive=exclusive, write=write)
 
     def exists(self, path: str) -> bool:

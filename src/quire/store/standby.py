@@ -31,6 +31,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
+from quire.archive.kept_files import KeptFiles
 from quire.archive.log_reader import RestorePoint, continues, epochs, find, header_of, log_positions, the_store
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import Replay
@@ -65,6 +66,7 @@ from quire.manifest.row_image import RowImage, image
 from quire.objects.collector import withdraw
 from quire.objects.open import open_store
 from quire.objects.ownership import claim_epoch, newest_owner
+from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout, opening
 from quire.store.restoring import (
     Progress,
@@ -159,10 +161,15 @@ class Standby:
             self._bucket.close()
             raise
         try:
+            self._leases = LeaseFiles(self.path, self._disk, self._clock)
+            self._kept = KeptFiles(self._disk, self.path, self._readers)
             self._state = self._begin(store_id)
         except BaseException:
             self.close()
             raise
+
+    def _readers(self) -> set[str]:
+        return {str(lease.reader) for lease in self._leases.look()}
 
     def _take_lock(self) -> FileLock:
         self._disk.make_dirs(self.path)
@@ -339,7 +346,7 @@ class Standby:
 
     def _following(self) -> Replay:
         if self._replay is None:
-            self._replay = Replay.resume(self._disk, self.path, adapt=self._adapt)
+            self._replay = Replay.resume(self._disk, self.path, adapt=self._adapt, kept=self._kept)
             self._is_first = True
         return self._replay
 
@@ -419,6 +426,7 @@ class Standby:
         """The staged directory becomes this one: its parts by renaming, its rows in one transaction, because readers have the
         manifest open. Each step is done or not done; together they can be repeated."""
         staged = os.path.join(self.path, STAGED)
+        self._kept.keep_others(staged)
         for part in PARTS:
             source, target = os.path.join(staged, part), os.path.join(self.path, part)
             if self._disk.exists(source):
@@ -520,6 +528,7 @@ class Standby:
     def _take_over(self) -> None:
         state = self._state
         self._remove(names.REPLAYED)
+        self._remove(names.KEPT)
         origin = Origin(
             store_id=state.store_id,
             url=self._bucket.url,
