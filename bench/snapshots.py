@@ -24,7 +24,7 @@ from quire.core.clock import Clock
 from quire.core.limits import CHUNK_BYTES, GIB, SLOTS_PER_LEAF
 from quire.manifest.ops.databases import ReserveGeneration
 from quire.manifest.ops.wal import AdvanceWal
-from quire.manifest.retention import SCHEDULE_TAG
+from quire.manifest.records import SCHEDULE_TAG
 from quire.manifest.store import ManifestStore
 from quire.testing import ManualClock
 from tests.manifest.checkpoints import FullChunk, checkpoint_ops

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.cli.completion import WORDS
+from quire.cli.candidates import WORDS
 from quire.store.config_edit import with_setting
 from tests.cli.conftest import Run
 from tests.manifest.helpers import eventually

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.cli.completion import DATABASES, SNAPSHOTS, WORDS
+from quire.cli.candidates import DATABASES, SNAPSHOTS, WORDS
 from quire.cli.stream import MOVES
 from quire.manifest.records import DbKind
 from tests.cli.commands import COMMANDS

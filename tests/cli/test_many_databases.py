@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.cli.completion import candidates
+from quire.cli.candidates import candidates
 from quire.cli.output import width_of
 from quire.cli.tree import FORKS_SHOWN
 from quire.manifest import tables as t

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.errors import JobAlreadyPending, UnknownDatabase
-from quire.manifest.records import JobKind, RetentionRecord
-from quire.manifest.retention import WINDOW_TAG
+from quire.manifest.records import WINDOW_TAG, JobKind, RetentionRecord
 from tests.jobs.world import World, drop, request_retention
 
 

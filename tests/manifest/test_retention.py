@@ -18,16 +18,8 @@ from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetRetention
 from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.records import AuditAction, DbKind, RetentionRecord, SnapshotKind
-from quire.manifest.retention import (
-    EXPIRED,
-    LENT,
-    LENT_TAGS,
-    SCHEDULE_TAG,
-    RetentionPlan,
-    decide,
-    scheduled,
-)
+from quire.manifest.records import LENT_TAGS, SCHEDULE_TAG, AuditAction, DbKind, RetentionRecord, SnapshotKind
+from quire.manifest.retention import EXPIRED, LENT, RetentionPlan, decide, scheduled
 from quire.manifest.schedules import BUCKETS, bucket
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore

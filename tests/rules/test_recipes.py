@@ -16,7 +16,7 @@ from docs.api import fields
 from quire.core import settings
 from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind
-from quire.objects.open import ALLOWED, REMOTE_SCHEMES
+from quire.objects.urls import ALLOWED, REMOTE_SCHEMES
 from quire.spark.sources.registry import SOURCES
 from tests.rules.tree import ROOT
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -80,6 +81,20 @@ def test_pictures_and_tables_of_benchmarks_are_up_to_date() -> None:
     assert len(drawn) > 1
     for path, text in drawn.items():
         assert path.read_text("utf-8") == text, "run .venv/bin/python -m bench.draw"
+
+
+def test_every_missed_target_is_explained() -> None:
+    """A page that is silent about a red bar is worse than the bar."""
+    text = (DOCS / "benchmarks.md").read_text("utf-8")
+    missed = [
+        f"{path.stem}: {name}"
+        for path in sorted((DOCS / "results").glob("*.json"))
+        for name, ratio in json.loads(path.read_text("utf-8"))["ratios"].items()
+        if ratio["target"] is not None
+        and draw.goodness(ratio["value"], ratio["target"], ratio["better"]) < 1
+        and f"`{name}`" not in text
+    ]
+    assert not missed, "say in docs/benchmarks.md why"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LONGER_MODULES: dict[str, int] = {
     "src/quire/archive/archiver.py": 639,  # one state over three threads: cutting, uploading, bases
     "src/quire/core/settings.py": 618,  # one struct for each section of quire.toml, and the example of all of them
     "src/quire/store/store.py": 630,  # the class that is the product: it delegates
-    "src/quire/manifest/records.py": 667,  # one record for each table; a second file would only be another place to look
+    "src/quire/manifest/records.py": 680,  # one record for each table; a second file would only be another place to look
 }
 LONGER_FUNCTIONS: dict[str, int] = {}
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 from quire.archive.log_reader import owner_log
 from quire.archive.state_files import take_archive_state
 from quire.archive.window import RestorableRange, abandoned_epochs, restorable_range
-from quire.cli.command import Cli, CliResult, confirm, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.lookup import AllowHttp, Endpoint, Moment, Region, Runner, StoreId, Yes, need_runner
-from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
+from quire.cli.prompts import confirm, on_terminal
 from quire.core.clock import SystemClock
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
 from quire.core.json_values import plain
@@ -31,14 +31,16 @@ from quire.durable.locks import holder, is_held
 from quire.jobs.audit.table import write_report
 from quire.objects.options import options_of
 from quire.service.sockets import find_owner
-from quire.store import object_location, restoring
+from quire.store import object_access, restoring
 from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
 from quire.store.layout import objects_url
-from quire.store.object_location import is_inside, open_place, place_of
+from quire.store.object_access import open_place
+from quire.store.object_location import is_inside, place_of
 
 if TYPE_CHECKING:
     from quire.archive.status import ArchiveStatus, DrillRecord
+    from quire.cli.command import Cli
     from quire.core.settings import StoreSettings
     from quire.jobs.archive_audit.audit import ArchiveAudit
     from quire.store.restoring import Restored
@@ -438,7 +440,7 @@ def audit(
     else:
         with cli.reader() as manifest, manifest.read() as txn:
             place = objects_url(cli.path, cli.settings())
-            store_id, options = store_id or txn.store_id(), object_location.options_of(txn, cli.settings(), place)
+            store_id, options = store_id or txn.store_id(), object_access.options_of(txn, cli.settings(), place)
         result = audit_bucket(place, store_id=store_id, options=options, runner=runner, progress=_PercentRead())
     if report:
         write_report(report, [*result.problems, *result.orphans])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.formatting import moment, size
 from quire.cli.lookup import any_database, names_of
@@ -15,6 +14,7 @@ from quire.core.time_parsing import parse_moment
 from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.audit import AuditEntry
 
 WORDS = {

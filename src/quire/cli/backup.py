@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bars
@@ -12,6 +11,9 @@ from quire.cli.lookup import Moment, StoreId
 from quire.cli.output import Note
 from quire.core.clock import SystemClock
 from quire.core.time_parsing import parse_moment
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
 
 
 @command("backup", example="quire backup /mnt/backups/shop")

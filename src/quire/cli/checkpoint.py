@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import Bench, bar, failure_of
 from quire.cli.jobs import job_json
 from quire.cli.lookup import DryRun, Runner, Snapshot, names_of, need_pages, need_runner, snapshot_named
-from quire.cli.output import Listing, ListingRow, Note, Report
+from quire.cli.output import CliResult, Listing, ListingRow, Note, Report
 from quire.cli.stream import published
 from quire.core.errors import InvalidInput
 from quire.core.reader_info import ReaderInfo, reader_text
@@ -30,6 +29,7 @@ from quire.manifest import tables as t
 from quire.manifest.records import DbKind, JobKind, WalState
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.jobqueue import Job
 
 Databases = Annotated[list[str] | None, Argument(metavar="[DB]...", help="The databases' names.", show_default=False)]

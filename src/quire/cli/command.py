@@ -11,24 +11,21 @@ for SIGPIPE. The signal itself stays ignored: sockets would raise it too.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec.structs import replace
 
 import quire
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import visible
-from quire.cli.output import Look, Note, Shown, output_for, pipe_closed, report_error, wrapped
+from quire.cli.output import CliResult, Note, Shown, output_for, pipe_closed, report_error
+from quire.cli.prompts import Declined
 from quire.core.errors import InternalError, InvalidInput, QuireError, StoreFenced, StoreLocked
 from quire.core.logs import configure
 from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
-from quire.service.sockets import find_owner, is_alive, where_owner_listens
 from quire.store.layout import existing_config
 
 if TYPE_CHECKING:
@@ -36,15 +33,11 @@ if TYPE_CHECKING:
     from quire.service.client import Client
     from quire.store.store import Store
 
-ELSEWHERE: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
-"""Set while this process runs a command for a client: what the person there answered, or "" before that."""
-
 NAMES = {"database": "the database's name", "stream": "the stream's name", "subject": "the subject"}
 """Arguments that must not be empty where a command needs them."""
 
 
-@dataclass(frozen=True)
-class Cli:
+class Cli(msgspec.Struct, frozen=True):
     """What a command gets: where the store is, and whether a program reads the output."""
 
     path: str
@@ -101,10 +94,11 @@ class Cli:
         except StoreFenced:
             return self.beside()
         except StoreLocked:
-            socket_path = where_owner_listens(OsDisk(), os.path.abspath(self.path))
-            if socket_path and is_alive(socket_path):
-                raise
-            return self.beside()
+            client = self._listening_owner()
+            if client is None:
+                return self.beside()
+            client.close()
+            raise
 
     def beside(self) -> Store:
         """The store, opened for reading, whoever owns it."""
@@ -115,18 +109,17 @@ class Cli:
         try:
             return self.owner()
         except StoreLocked:
-            client = find_owner(self.path)
+            client = self._listening_owner()
             if client is None:
                 raise
             return client
 
+    def _listening_owner(self) -> Client | None:
+        from quire.service.sockets import (
+            find_owner,  # sockets, for which commands on a store without an owner need not wait
+        )
 
-@dataclass(frozen=True)
-class CliResult:
-    """A value to show, if any, and the exit code to end with."""
-
-    shown: Shown | None
-    code: int
+        return find_owner(self.path)
 
 
 def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
@@ -178,47 +171,3 @@ def result_of(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[
     except Declined as declined:
         return CliResult(Note(text=declined.text, data=declined.data), PROBLEMS)
     return outcome if isinstance(outcome, CliResult) else CliResult(outcome, OK)
-
-
-class Question(Exception):
-    """A command that this process runs for a client must ask the person there first."""
-
-    def __init__(self, question: str, otherwise: str) -> None:
-        super().__init__(question)
-        self.question = question
-        self.otherwise = otherwise
-
-
-class Declined(Exception):
-    """The person answered no: `text` says what did not happen, `data` is the same as JSON."""
-
-    def __init__(self, text: str, data: Any) -> None:
-        super().__init__(text)
-        self.text = text
-        self.data = data
-
-
-def on_terminal() -> bool:
-    """Whether a person watches: progress is for them."""
-    return ELSEWHERE.get() is None and sys.stderr.isatty()
-
-
-def confirm(question: str, otherwise: str, data: Any) -> None:
-    """Ask the person; raise `Declined` with `otherwise`, what did not happen, unless the answer is yes."""
-    if not agreed(question, otherwise):
-        raise Declined(otherwise, data)
-
-
-def agreed(question: str, otherwise: str) -> bool:
-    """Ask on stderr: stdout belongs to the command's value."""
-    if (answer := ELSEWHERE.get()) is not None:
-        if not answer:
-            raise Question(question, otherwise)
-        return answer == "yes"
-    sys.stderr.write("\n".join(wrapped(f"{visible(question)} [y/N]", Look.of(sys.stderr).width)) + " ")
-    sys.stderr.flush()
-    line = sys.stdin.readline()
-    if not line:
-        sys.stderr.write("\n")
-        raise InvalidInput(f"no confirmation given; {otherwise}", hint="use `--yes` to skip the question")
-    return line.strip().lower() in ("y", "yes")

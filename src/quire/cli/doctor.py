@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from quire.cli.archive import state_text
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
 from quire.cli.formatting import behind_text, count_of, here, size, span
 from quire.cli.manifest import RESTORE, unreadable
-from quire.cli.output import Listing, ListingRow
+from quire.cli.output import CliResult, Listing, ListingRow
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
@@ -53,8 +52,12 @@ from quire.sqlite.shim_library import leaves_build, shim_build
 from quire.store.info import archive_beside
 from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
 from quire.store.mirrors import mirror_statuses
-from quire.store.object_location import NOT_NEEDED, is_inside, open_place, place_of, state_beside
-from quire.store.object_location import options_of as place_options
+from quire.store.object_access import open_place
+from quire.store.object_access import options_of as place_options
+from quire.store.object_location import NOT_NEEDED, is_inside, place_of, state_beside
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ group of errors needs a line in `EXITS` (a test walks all groups); docs/cli.md s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from quire.cli.formatting import here, in_words, visible
 from quire.core import errors as e
@@ -23,8 +24,7 @@ PIPE_CLOSED = 141
 """The reader of our output has closed it: what a shell reports for a program that SIGPIPE ended."""
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(msgspec.Struct, frozen=True):
     """A group of errors, its code, and the next step when the error itself names none."""
 
     group: type[e.QuireError]

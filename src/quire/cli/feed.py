@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, CliResult, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, moment, pairs, span, telling
 from quire.cli.lookup import Follow, Yes
-from quire.cli.output import Listing, ListingRow, Note
+from quire.cli.output import CliResult, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
+from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, UnknownCursor
 from quire.core.json_values import plain
@@ -27,6 +27,7 @@ from quire.manifest.change import change_json
 from quire.manifest.ops.cursors import refuse_lost
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.change import ChangeRecord, CursorInfo
     from quire.manifest.feed import ChangeFeed
     from quire.manifest.reads import ReadTxn

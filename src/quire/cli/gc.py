@@ -17,13 +17,13 @@ from heapq import nsmallest
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.job_progress import Bench
 from quire.cli.jobs import job_json, state_text
 from quire.cli.lookup import Yes, names_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.prompts import confirm
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
@@ -35,6 +35,7 @@ from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.records import AuditAction, JobKind, JobState
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from quire.cli.command import on_terminal
 from quire.cli.formatting import visible
 from quire.cli.lookup import names_of
+from quire.cli.prompts import on_terminal
 from quire.core import errors
 from quire.core.clock import SystemClock
 from quire.core.errors import InternalError, QuireError, Unavailable

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import INTERRUPTED, OK
 from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
 from quire.cli.job_progress import Bench
 from quire.cli.lookup import Log, any_database, log_to, names_of
-from quire.cli.output import Facts, Listing, ListingRow, Note, Report, until_interrupted
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report, until_interrupted
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
@@ -27,6 +26,7 @@ from quire.manifest.records import JobState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from quire.cli.command import Cli
     from quire.manifest.jobqueue import Job
     from quire.manifest.store import ManifestStore
     from quire.store.store import Store

@@ -16,18 +16,19 @@ from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli, CliResult, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Runner, Yes, need_runner
-from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
+from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
 from quire.durable.object_names import kv_backups_prefix
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.lsm.backup import Backup
     from quire.objects.api import ObjectStore
     from quire.store.store import Store

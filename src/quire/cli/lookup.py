@@ -12,8 +12,9 @@ Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `Wro
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import msgspec
 
 from quire.cli.declarations import Argument, Option
 from quire.cli.formatting import article, moment
@@ -223,8 +224,7 @@ def log_to(style: str) -> None:
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-@dataclass(frozen=True)
-class VersionRef:
+class VersionRef(msgspec.Struct, frozen=True):
     """Which version is meant: a snapshot, what was current at an epoch or a time, or (neither) the newest."""
 
     text: str

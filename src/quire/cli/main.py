@@ -23,7 +23,7 @@ GARBAGE_ALLOCATIONS = 50_000
 """Allocations between two garbage collections. Loading modules reaches Python's own 700 a hundred times, for no garbage."""
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "init": ("stores", "Create a store, or check that one exists."),
+    "init": ("init", "Create a store, or check that one exists."),
     "ls": ("stores", "List the databases of a store, by name."),
     "info": ("stores", "Show a summary of a store."),
     "create": ("stores", "Create a database."),
@@ -145,7 +145,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line; its exit code."""
     try:
         if instruction := os.environ.get(COMPLETING):
-            from quire.cli.completion import answer  # reads stores, which help does not
+            from quire.cli.candidates import answer  # reads stores, which help does not
 
             return answer(Program(), instruction)
         code = run_program(Program(), arguments)

@@ -21,11 +21,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import manifest_log
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import chain_text, count_of, in_words, pairs, telling
-from quire.cli.output import STEP_ROWS, Listing, ListingRow
+from quire.cli.output import STEP_ROWS, CliResult, Listing, ListingRow
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
 from quire.core.json_values import plain
 from quire.core.limits import SLOTS_PER_LEAF
@@ -44,6 +43,7 @@ from quire.manifest.tables import TABLES
 from quire.store.layout import need_store
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.slots import Chain, Leaf
     from quire.manifest.store import ManifestStore
     from quire.manifest.tables import Table

@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Option
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, pairs
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Follow, Runner, need_runner
-from quire.cli.output import Listing, ListingRow, Note
+from quire.cli.output import CliResult, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.errors import InvalidInput, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX
@@ -35,7 +34,7 @@ from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.spark.sessions import spark_runner
 from quire.store.layout import objects_url
-from quire.store.object_location import open_place, options_by_url
+from quire.store.object_access import open_place, options_by_url
 from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_tier2 import LogObjects
@@ -45,6 +44,7 @@ from quire.stream.projection import witness_in
 from quire.stream.state import log_objects
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.objects.api import ObjectStore
     from quire.spark.runner import SparkRunner
     from quire.stream.mlog_verify import LogProblem, LogRow

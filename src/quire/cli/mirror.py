@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import behind_text, count_of, moment, size
 from quire.cli.job_progress import Bench
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
 from quire.cli.output import Facts, Listing, ListingRow, Note
+from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput
 from quire.core.time_parsing import duration, parse_duration
@@ -21,6 +21,7 @@ from quire.jobs.mirror.changed import find_mirror
 from quire.store.mirrors import mirror_status, mirror_statuses
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.service.values import MirrorRun, MirrorStatus
 
 group = Group("mirror")

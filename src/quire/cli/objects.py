@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import count_of, moment
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, ListingRow, Note
+from quire.cli.prompts import confirm
 from quire.store.namespaces import namespaces
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
 
 objects = Group("objects")
 namespace = Group("namespace")

@@ -28,10 +28,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
-from shutil import get_terminal_size
 from typing import Any, Protocol, TextIO
+
+import msgspec
 
 from quire.cli.errors import PIPE_CLOSED, exit_of, for_people, for_programs, next_step
 from quire.cli.formatting import visible
@@ -43,6 +43,8 @@ from quire.core.json_values import plain
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
+COLUMNS_UNKNOWN = 80
+"""Width of a terminal that does not say how wide it is."""
 LABEL_COLUMNS_MIN = 40
 """Width of a label at any depth."""
 
@@ -51,16 +53,14 @@ GUIDES_ASCII = ("+-- ", "`-- ", "|   ", "    ")
 """Before a node, before the last node, and below each of these."""
 
 
-@dataclass(frozen=True)
-class ListingRow:
+class ListingRow(msgspec.Struct, frozen=True):
     """One row: its cells as text, and the object it is in JSON."""
 
     cells: Sequence[str]
     data: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """Rows under columns. `columns` that begin with `>` are aligned to the right."""
 
     columns: Sequence[str]
@@ -71,32 +71,28 @@ class Listing:
     """Last lines, for people only."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Names and values."""
 
     lines: Sequence[tuple[str, str]]
     data: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, kw_only=True):
     """What was done."""
 
     text: str
     data: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Facts, listings and notes under each other. A part's own data is not written: `data` is all of it."""
 
     parts: Sequence[Facts | Listing | Note]
     data: Any
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """A node of a tree: its name, what is said of it, and the nodes below."""
 
     name: str
@@ -106,8 +102,7 @@ class Node:
     """It is shown only for the nodes below it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tree:
+class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes below nodes."""
 
     roots: Sequence[Node]
@@ -117,6 +112,13 @@ class Tree:
 
 
 Shown = Listing | Facts | Note | Report | Tree
+
+
+class CliResult(msgspec.Struct, frozen=True):
+    """A value to show, if any, and the exit code to end with."""
+
+    shown: Shown | None
+    code: int
 
 
 class Output(Protocol):
@@ -168,8 +170,7 @@ def report_error(output: Output, error: QuireError) -> int:
     return exit_of(error).code
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What the stream can show: its width (0: no limit) and whether it has colours."""
 
     width: int
@@ -181,10 +182,22 @@ class Look:
             return cls(0, False)
 
         plain_terminal = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-        return cls(get_terminal_size().columns, not plain_terminal)
+        return cls(_terminal_columns(stream), not plain_terminal)
 
     def styled(self, text: str, style: str) -> str:
         return f"\x1b[{style}m{text}\x1b[0m" if self.colours else text
+
+
+def _terminal_columns(stream: TextIO) -> int:
+    """The width of a terminal: COLUMNS if it is set, else what the terminal says."""
+    # `shutil.get_terminal_size` does the same; its module loads three compressors, which every command would wait for
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or COLUMNS_UNKNOWN
+    except OSError:
+        return COLUMNS_UNKNOWN
 
 
 def json_parts(value: Shown) -> Iterator[str]:

@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from quire.archive.state_files import take_archive_state
-from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, ListingRow, Note
+from quire.cli.prompts import confirm
 from quire.core.errors import InvalidInput
 from quire.durable.files import OsDisk
 from quire.durable.locks import FileLock
 from quire.durable.names import LOCK
 from quire.durable.quarantine import entries, remove
 from quire.durable.quarantine import restore as put_back
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
 
 Number = Annotated[int, Argument(metavar="NUMBER", min=1, help="Its number in `quire quarantine ls`.")]
 

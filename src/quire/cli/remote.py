@@ -21,14 +21,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.command import ELSEWHERE, Cli, Question, agreed, on_terminal, result_of
+from quire.cli.command import Cli, result_of
 from quire.cli.job_progress import Display
 from quire.cli.output import Look, Note, json_parts, text_parts
+from quire.cli.prompts import ELSEWHERE, Question, agreed, on_terminal
 from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
@@ -220,8 +220,7 @@ def _joined(parts: Any) -> str:
     return "".join(texts)
 
 
-@dataclass(frozen=True)
-class AtOwner(Cli):
+class AtOwner(Cli, frozen=True):
     """What a command gets at the owner: the store that is open, which it must not close."""
 
     store: Any = None

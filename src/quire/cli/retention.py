@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec.structs import replace
 
-from quire.cli.command import Cli, CliResult, agreed, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import bar, failure_of
 from quire.cli.lookup import Database, Yes, title_of
-from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
+from quire.cli.prompts import agreed, confirm
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 from quire.core.json_values import plain
@@ -35,6 +35,7 @@ from quire.manifest.retention import check_policy, has_rules
 from quire.store.exclusive_artifacts import ExclusiveShare, snapshots_share
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.jobqueue import Job
     from quire.manifest.retention import Decision, RetentionPlan
     from quire.manifest.snapshots import SnapshotInfo

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.command import Cli
 from quire.cli.formatting import count_of, short
 from quire.cli.lookup import VersionRef, need_pages, settled, version_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
@@ -19,6 +18,7 @@ from quire.sqlite.table_diff import ChangedRow, TableDiff, diff_tables, table_na
 from quire.sqlite.tables import connected
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.pages.snapshot import Snapshot
     from quire.store.store import Store
 

@@ -13,7 +13,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli
 from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of
 from quire.cli.job_progress import LOOK_SECONDS
@@ -26,6 +25,7 @@ from quire.service.commands import install
 from quire.service.tokens import Credentials
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.service.server import Server
     from quire.service.web.server import WebServer
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, confirm
+import msgspec
+
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import chain_text, count_of, moment, size, span, tags_text
 from quire.cli.lookup import (
@@ -29,16 +29,16 @@ from quire.cli.lookup import (
     version_of,
 )
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.prompts import confirm
 from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import artifact_bytes
-from quire.manifest.ops.snapshots import DROPPED_TAG
-from quire.manifest.records import WalState
-from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
+from quire.manifest.records import DROPPED_TAG, LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG, WalState
 from quire.store.exclusive_artifacts import snapshots_share
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.differences import SlotDiff, SnapshotDiff
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
@@ -246,8 +246,7 @@ def undrop(
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-@dataclass(frozen=True)
-class DiffSide:
+class DiffSide(msgspec.Struct, frozen=True):
     """One side of a comparison; snapshot 0 is the database as it is now."""
 
     database: str
@@ -298,8 +297,8 @@ def diff(
         lines.append(("not included", f"the open WAL segment of {unsealed[0]}, which is sealed within a minute"))
     facts = Facts(lines=lines, data=None)
     data = {
-        "before": asdict(first),
-        "after": asdict(second),
+        "before": plain(first),
+        "after": plain(second),
         "same": difference.same,
         "unsealed": bool(unsealed),
         **plain(difference),

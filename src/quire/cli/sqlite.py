@@ -13,13 +13,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import quire
-from quire.cli.command import ELSEWHERE, Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size, visible
 from quire.cli.job_progress import Bars
 from quire.cli.lookup import At, Database, Log, log_to, need_pages, settled, version_of
-from quire.cli.output import Note, Report, until_interrupted
+from quire.cli.output import CliResult, Note, Report, until_interrupted
+from quire.cli.prompts import ELSEWHERE
 from quire.core.errors import InvalidInput, StoreLocked
 from quire.core.json_values import plain
 from quire.service.sockets import find_owner
@@ -29,6 +29,7 @@ from quire.sqlite.importing import import_file
 from quire.sqlite.shell import run_shell
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.sqlite.pep249.driver import Driver
     from quire.store.store import Store
 

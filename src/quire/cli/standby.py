@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from quire.archive import clones as registered
-from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import moment
 from quire.cli.lookup import AllowHttp, Endpoint, Log, Moment, Region, StoreId, Yes, log_to
 from quire.cli.output import Listing, ListingRow, Note, until_interrupted
+from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
@@ -24,8 +24,11 @@ from quire.core.time_parsing import parse_moment
 from quire.objects.options import options_of
 from quire.store import cloning
 from quire.store import standby as standbys
-from quire.store.object_location import open_place
+from quire.store.object_access import open_place
 from quire.store.standby import Promoted, StandbyStatus
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
 
 clones = Group("clones")
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
 
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import bar
 from quire.cli.lookup import After, DryRun, Kind, Limit, Prefix, Runner, Tag, limit_of, more_text, need_runner
-from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
 from quire.durable.space import measure, measure_databases
@@ -27,6 +26,7 @@ from quire.store.listing import matching, page_of
 from quire.store.usage import usage_of
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.durable.space import Space
     from quire.manifest.metrics import RollingMetric
     from quire.manifest.reads import ReadTxn

@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
 
-import quire
-from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import article, behind_text, count_of, moment, size, tags_text
 from quire.cli.lookup import (
     After,
-    AllowHttp,
     Database,
-    Endpoint,
     Kind,
     Limit,
     Prefix,
-    Region,
     Sort,
     Tag,
     Yes,
@@ -28,67 +23,19 @@ from quire.cli.lookup import (
     tags_of,
 )
 from quire.cli.output import Facts, Listing, ListingRow, Note
+from quire.cli.prompts import confirm
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
-from quire.core.settings import ObjectSettings, StoreSettings
-from quire.durable.files import OsDisk
 from quire.manifest.records import DbStatus
-from quire.objects.open import open_store
-from quire.objects.options import options_of
-from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
-from quire.store.layout import DirectoryState, check_objects_url, look
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.service.client import Client
     from quire.service.values import DatabaseInfo, DroppedDatabase, MirrorStatus, StoreInfo
     from quire.store.store import Store
 
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
-
-
-@command("init", example="quire init ./data")
-def init(
-    cli: Cli,
-    path: Annotated[
-        str,
-        Argument(
-            metavar="[PATH]", help="The directory; created if it does not exist.", show_default="default: --store"
-        ),
-    ] = "",
-    object_store: Annotated[
-        str,
-        Option(
-            metavar="URL",
-            help="Location of the objects: a path, s3://…, gs://…, az://…",
-            show_default="objects/ in the store",
-        ),
-    ] = "",
-    endpoint: Endpoint = "",
-    region: Region = "",
-    allow_http: AllowHttp = False,
-) -> Note:
-    """Create a store, or check that one exists.
-
-    Credentials of a bucket come from the environment (AWS_*, GOOGLE_*, AZURE_*) or from quire.toml, into which --endpoint,
-    --region and --allow-http are written.
-    """
-    target = path or cli.path
-    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
-    reached.check("--endpoint")
-    if object_store:
-        check_objects_url(object_store)
-        # refuses what cannot work, before anything is made
-        open_store(object_store, options=options_of(reached, "objects")).close()
-    exists = look(OsDisk(), target) is DirectoryState.STORE
-    settings = StoreSettings(object_store=object_store, objects=reached) if object_store else None
-    with quire.open(target, "r" if exists else "rw", settings=settings) as store:
-        if not exists:
-            # allow_http comes before the endpoint, which may be plain HTTP
-            given: dict[str, str | bool] = {"allow_http": allow_http, "endpoint": endpoint, "region": region}
-            change_config(OsDisk(), store.path, {("objects", name): value for name, value in given.items() if value})
-        text = f"{store.path} is already a store" if exists else f"created a store in {store.path}"
-        return Note(text=text, data={"path": store.path, "created": not exists, "object_store": store.objects_url})
 
 
 @command("ls", example="quire ls tenant- --tag plan=free")

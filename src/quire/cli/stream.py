@@ -18,13 +18,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import manifest_log
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, pairs, size, span
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Follow
-from quire.cli.output import Facts, Listing, ListingRow, Note
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
@@ -33,6 +32,7 @@ from quire.stream.state import Retention
 from quire.stream.verify import problems
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.store.store import Store
     from quire.stream.segments import StreamSegment
     from quire.stream.spans import StreamRecord

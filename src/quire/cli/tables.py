@@ -17,10 +17,11 @@ Pure functions; a `RunningTable` belongs to one command. On a pipe nothing is lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from re import findall, sub
 from typing import TYPE_CHECKING
 from unicodedata import combining, east_asian_width
+
+import msgspec
 
 from quire.cli.formatting import visible
 
@@ -39,8 +40,7 @@ GLUED = r"(?<=\d) (?=(?:[KMGT]i)?B\b|s\b|min\b|h\b|days?\b)|(?<=\d{4}-\d\d-\d\d)
 GLUE = "\0"
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """How a table is laid out: how wide its columns are, and how many of them stand beside each other."""
 
     titles: Sequence[str]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli
 from quire.cli.declarations import Group, Option, command
 from quire.cli.formatting import count_of
 from quire.cli.output import Facts, Note, Report
 from quire.core.time_parsing import duration, parse_duration
 from quire.service.signed_tokens import create_token
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
 
 group = Group("token")
 

@@ -21,13 +21,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import quire
 from quire.cli import tour_steps as steps
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.feed import summary
 from quire.cli.formatting import count_of, moment, size, visible
 from quire.cli.job_progress import bar
-from quire.cli.output import Facts, Listing, ListingRow, Look, Tree, text_parts, tree_lines, wrapped, write_out
+from quire.cli.output import (
+    CliResult,
+    Facts,
+    Listing,
+    ListingRow,
+    Look,
+    Tree,
+    text_parts,
+    tree_lines,
+    wrapped,
+    write_out,
+)
 from quire.cli.tour_steps import FORK, SHOP
 from quire.core.clock import SystemClock
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
@@ -44,6 +54,7 @@ from quire.manifest.slots import Leaf, Link, pack_leaf
 from quire.manifest.tables import CHUNK_CATALOG, TABLES
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.cli.output import Node
     from quire.manifest.guard import ManifestGuard
     from quire.service.values import DatabaseInfo

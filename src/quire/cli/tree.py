@@ -11,10 +11,10 @@ from.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli
+import msgspec
+
 from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.lookup import LISTED, After, Kind, Limit, Prefix, Sort, Tag, limit_of, more_text
@@ -26,8 +26,10 @@ from quire.manifest.snapshots import forest, snapshots_of, with_ancestors
 from quire.service.values import DatabaseFilter
 from quire.store.exclusive_artifacts import ExclusiveShare, live_share, snapshots_share
 from quire.store.listing import is_whole, page_of
+from quire.store.manifest_reader import ManifestReader
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.reads import ReadTxn
     from quire.manifest.records import DbRecord
     from quire.manifest.snapshots import LineageNode, SnapshotInfo
@@ -39,8 +41,7 @@ DEPTH_MAX = 150
 """Deeper nesting is more than most JSON libraries read, ours included."""
 
 
-@dataclass(frozen=True)
-class TreeData:
+class TreeData(msgspec.Struct, frozen=True):
     """What the manifest says, read before anything is drawn."""
 
     lineage: list[LineageNode]
@@ -73,7 +74,7 @@ def tree(
     """
     most = limit_of(limit, as_json=cli.as_json)
     wanted = DatabaseFilter(prefix=prefix, kind=kind, tag=tag, sort=sort, limit=most, after=after)
-    with cli.reader() as manifest, manifest.read() as txn:
+    with ManifestReader(cli.path) as store, store.read() as txn:
         known, last = _known(txn, wanted, everything=everything, sizes=sizes)
     if cli.as_json:
         return Tree(roots=(), data=_nested(known))

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bench, failure_of
 from quire.cli.lookup import DryRun, Runner, need_runner
-from quire.cli.output import Facts, Listing, ListingRow, Report
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Report
 from quire.core.time_parsing import parse_duration
 from quire.manifest.verification import told
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.store import ManifestStore
 
 LISTED = 50

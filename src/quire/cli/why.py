@@ -6,7 +6,6 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.command import Cli
 from quire.cli.declarations import Argument, command
 from quire.cli.formatting import size
 from quire.cli.output import Facts, Listing, ListingRow, Report
@@ -14,12 +13,13 @@ from quire.core.errors import InvalidInput, NotFound, ObjectNotFound, Unavailabl
 from quire.core.reader_info import ReaderInfo
 from quire.service.sockets import find_owner
 from quire.store.layout import objects_url
-from quire.store.object_location import open_place
+from quire.store.object_access import open_place
 from quire.store.why import readers_at
 from quire.store.why import why as ask
 from quire.store.why_files import on_disk
 
 if TYPE_CHECKING:
+    from quire.cli.command import Cli
     from quire.manifest.reads import ReadTxn
 
 

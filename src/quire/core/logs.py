@@ -9,7 +9,6 @@ Thread: the main one, before others write.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -37,7 +36,7 @@ def configure(style: str, *, level: str = "info") -> None:
         steps.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
     structlog.configure(
         processors=steps,
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: structlog.PrintLogger(
             sys.stderr
         ),  # what stderr is by then: tests and services replace it

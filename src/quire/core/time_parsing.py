@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, time, timedelta, tzinfo
-from zoneinfo import ZoneInfo
 
 from quire.core.errors import InvalidInput, UnknownSnapshot
 from quire.core.ids import Epoch
@@ -129,6 +128,8 @@ def parse_zone(name: str) -> tzinfo:
     """
     if name in ("UTC", "Z", ""):
         return UTC
+    from zoneinfo import ZoneInfo  # every command would wait for it, and few name a zone
+
     try:
         return ZoneInfo(name)
     except (ValueError, OSError, KeyError):  # a name that is a path, a directory, or unknown

@@ -44,8 +44,8 @@ from quire.manifest import tables as t
 from quire.manifest.ops.databases import PruneAudit
 from quire.manifest.ops.local import PruneIdempotency
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbRecord, DbStatus, JobKind, WalRecord, WalState
-from quire.manifest.retention import SCHEDULE_TAG, has_scheduled, scheduled
+from quire.manifest.records import SCHEDULE_TAG, DbKind, DbRecord, DbStatus, JobKind, WalRecord, WalState
+from quire.manifest.retention import has_scheduled, scheduled
 
 SLOW_SECONDS = 60.0
 """Between two rounds that look at many rows."""

@@ -7,7 +7,8 @@ Pure functions over one read transaction.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey
@@ -18,8 +19,7 @@ from quire.manifest.records import Pin
 from quire.manifest.slots import EMPTY, Chain, Leaf, unpack_leaf
 
 
-@dataclass(frozen=True, slots=True)
-class SlotDiff:
+class SlotDiff(msgspec.Struct, frozen=True):
     """A slot whose chains differ."""
 
     slot: int
@@ -29,8 +29,7 @@ class SlotDiff:
     """Offsets of the pages that may differ; `None`: any of the slot, because the base is another."""
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotDiff:
+class SnapshotDiff(msgspec.Struct, frozen=True):
     """What is not the same in two versions. Everything not named here is shared."""
 
     slots: tuple[SlotDiff, ...]
@@ -50,8 +49,7 @@ class SnapshotDiff:
         return not (self.slots or self.pins_added or self.pins_removed)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """One version of a database, by its keys."""
 
     leaves: dict[int, tuple[int, int]]

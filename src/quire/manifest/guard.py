@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -313,8 +312,7 @@ class GenerationWait:
 
 
 # ── keyed calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
-@dataclass(slots=True, eq=False)
-class KeyedCall:
+class KeyedCall(msgspec.Struct, eq=False):
     """A call that is to take effect once: its idempotency key goes into the batch by which it does (M11).
 
     Whoever answers calls (`quire.service`) says whose key it is; methods of a store build their batches as always.

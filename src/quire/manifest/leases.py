@@ -30,9 +30,10 @@ import threading
 from bisect import bisect_right
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+from msgspec import field
 from msgspec.structs import replace
 
 from quire.core.errors import InvalidInput, LeaseExpired, ManifestDamaged
@@ -58,8 +59,7 @@ ROWS_AT_ONCE = 16_384
 """Rows of one batch, which can have some more: a lease on a hundred thousand databases takes several."""
 
 
-@dataclass(frozen=True, slots=True)
-class LentVersion:
+class LentVersion(msgspec.Struct, frozen=True):
     """One database's part of a lease."""
 
     db_id: int
@@ -70,8 +70,7 @@ class LentVersion:
     """What whoever asks for it later calls it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldVersion:
+class HeldVersion(msgspec.Struct, frozen=True):
     """A version that a holder comes back for."""
 
     label: str
@@ -81,8 +80,7 @@ class HeldVersion:
     """0 if it stands for nothing: the database was dropped."""
 
 
-@dataclass(slots=True)
-class _Lease:
+class _Lease(msgspec.Struct):
     """A lease, in memory."""
 
     ttl_ms: int

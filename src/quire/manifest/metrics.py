@@ -33,6 +33,8 @@ from quire.manifest.records import MetricRecord
 from quire.manifest.rows import damaged_reads
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from prometheus_client.core import Metric
 
     from quire.manifest.reads import ReadTxn
@@ -185,13 +187,13 @@ class ManifestCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
+        import prometheus_client.core as families  # only who scrapes has it
+
         if not self._manifest.read_only:
-            yield from self._of_writer(self._manifest.writer.stats)
-        yield from self._rolling()
+            yield from self._of_writer(self._manifest.writer.stats, families)
+        yield from self._rolling(families)
 
-    def _of_writer(self, stats: WriterStats) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
+    def _of_writer(self, stats: WriterStats, families: ModuleType) -> Iterator[Metric]:
         for name, text, value in (
             ("quire_manifest_commits", "LMDB transactions committed", stats.commits),
             ("quire_manifest_batches", "batches submitted and decided", stats.batches),
@@ -201,30 +203,30 @@ class ManifestCollector:
             ("quire_manifest_pages", "LMDB pages written", stats.pages),
             ("quire_manifest_damaged_reads", "damaged rows that were met, and not believed", damaged_reads.total()),
         ):
-            yield CounterMetricFamily(name, text, value=value)
+            yield families.CounterMetricFamily(name, text, value=value)
         buckets = _cumulative(stats.buckets, DURATION_BOUNDS)
-        yield HistogramMetricFamily(
+        yield families.HistogramMetricFamily(
             "quire_manifest_commit_seconds", "time of a commit", buckets=buckets, sum_value=stats.seconds
         )
         info = self._manifest.env.info()
-        yield GaugeMetricFamily("quire_manifest_file_bytes", "size of the manifest file", value=info["file_bytes"])
-        yield GaugeMetricFamily("quire_manifest_readers", "reader slots in use", value=info["num_readers"])
-        lag = GaugeMetricFamily("quire_feed_lag", "changes that wait for a subscriber", labels=["cursor"])
+        yield families.GaugeMetricFamily(
+            "quire_manifest_file_bytes", "size of the manifest file", value=info["file_bytes"]
+        )
+        yield families.GaugeMetricFamily("quire_manifest_readers", "reader slots in use", value=info["num_readers"])
+        lag = families.GaugeMetricFamily("quire_feed_lag", "changes that wait for a subscriber", labels=["cursor"])
         with suppress(ManifestDamaged):  # a cursor's row: the counter above and doctor tell
             for cursor, waiting in self._manifest.feed.lag().items():
                 lag.add_metric([str(cursor)], waiting)
         yield lag
 
-    def _rolling(self) -> Iterator[Metric]:
+    def _rolling(self, families: ModuleType) -> Iterator[Metric]:
         """For each kind that the manifest observes a histogram, and the last value."""
-        from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
-
         with self._manifest.read() as txn:
             metrics = rolling(txn, self._scopes())
         for kind, meaning in MEANING.items():
             name = f"quire_rolling_{kind.name.lower()}"
-            histogram = HistogramMetricFamily(name, meaning, labels=["db", "name"])
-            last = GaugeMetricFamily(f"{name}_last", f"the last of: {meaning}", labels=["db", "name"])
+            histogram = families.HistogramMetricFamily(name, meaning, labels=["db", "name"])
+            last = families.GaugeMetricFamily(f"{name}_last", f"the last of: {meaning}", labels=["db", "name"])
             for metric in metrics:
                 if metric.kind == kind:
                     labels, counts = [str(metric.db_id), metric.database], metric.record.buckets

@@ -13,10 +13,10 @@ Constants and pure functions, any thread. `ChangeFilter.resolve` raises `Unknown
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.core.errors import InvalidInput, UnknownDatabase
@@ -46,8 +46,7 @@ Names = Iterable[str | int] | str | int
 """Databases by name or id; one alone needs no list."""
 
 
-@dataclass(frozen=True, slots=True)
-class Touches:
+class Touches(msgspec.Struct, frozen=True):
     """What operations of one type touch."""
 
     tables: frozenset[str]
@@ -240,8 +239,7 @@ TOUCHES: dict[type[Op], Touches] = {
 test names the missing)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeFilter:
+class ChangeFilter(msgspec.Struct, frozen=True):
     """What a subscriber wants to see. Make one with `resolve`."""
 
     databases: frozenset[int] | None

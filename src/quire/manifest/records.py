@@ -286,6 +286,19 @@ class SnapshotKind(IntEnum):
         return cls.ANONYMOUS if value == 3 else None
 
 
+SCHEDULE_TAG = "schedule"
+"""The tag of a scheduled snapshot, with the schedule's name."""
+
+WINDOW_TAG = "time-travel"
+"""The tag of a snapshot that a checkpoint keeps: `window` for time travel, `reader` for a reader that was set aside."""
+
+LENT_TAGS = {"by": "lend"}
+"""The tags of a snapshot that the service has made for a reader."""
+
+DROPPED_TAG = "former-name"
+"""The tag of a snapshot that was dropped and can be brought back: what it was called."""
+
+
 class Pin(Record, frozen=True):
     """A WAL segment that a snapshot or fork needs, up to an lsn."""
 

@@ -21,10 +21,11 @@ drops, with the delete job; a policy never takes the last snapshots unless force
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from datetime import UTC, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.core.barrier import changes
 from quire.core.errors import InvalidInput, ManifestDamaged, WouldDropEverything
@@ -33,7 +34,7 @@ from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetRetention
 from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
-from quire.manifest.records import RetentionRecord, SnapshotKind
+from quire.manifest.records import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG, RetentionRecord, SnapshotKind
 from quire.manifest.schedules import BUCKETS, bucket, parse_schedule
 from quire.manifest.snapshots import SnapshotInfo
 
@@ -54,20 +55,10 @@ LENT = "lent to a reader"
 DROPPED = "dropped, can be brought back"
 """Why a snapshot stays that a person has dropped, until its time is over."""
 
-LENT_TAGS = {"by": "lend"}
-"""The tags that such a snapshot carries."""
-
 OWN_TIME = (WINDOW, LENT, DROPPED)
 
-WINDOW_TAG = "time-travel"
-"""The tag that such a snapshot carries: `window`, or `reader` if it keeps the version of a reader that was set aside."""
 
-SCHEDULE_TAG = "schedule"
-"""The tag that a scheduled snapshot carries, with the schedule's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSnapshot:
+class ScheduledSnapshot(msgspec.Struct, frozen=True):
     """A snapshot that should be there by now."""
 
     schedule: str
@@ -77,8 +68,7 @@ class ScheduledSnapshot:
     """When its period began."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What becomes of a snapshot, and why."""
 
     snapshot: SnapshotInfo
@@ -86,8 +76,7 @@ class Decision:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionPlan:
+class RetentionPlan(msgspec.Struct, frozen=True):
     """What a policy would do to a database now."""
 
     db_id: int

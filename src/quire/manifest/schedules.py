@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
+
+import msgspec
 
 from quire.core.errors import InvalidInput
 from quire.core.time_parsing import WEEKDAYS, parse_zone
@@ -38,8 +39,7 @@ _TIMED = re.compile(
 HINT = "hourly, daily, weekly, `daily at 03:00 Europe/Zurich` or `weekly on sunday at 04:30`"
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(msgspec.Struct, frozen=True):
     """One schedule."""
 
     every: str

@@ -34,7 +34,6 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.ops.snapshots import (
-    DROPPED_TAG,
     DropSnapshot,
     ForkDb,
     PublishSnapshot,
@@ -44,7 +43,16 @@ from quire.manifest.ops.snapshots import (
 )
 from quire.manifest.ops.timeline import SKIPPED_SNAPSHOTS
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import Compression, DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
+from quire.manifest.records import (
+    DROPPED_TAG,
+    Compression,
+    DbRecord,
+    DbStatus,
+    Pin,
+    SnapshotKind,
+    SnapshotRecord,
+    WalState,
+)
 from quire.manifest.slots import artifacts
 
 if TYPE_CHECKING:

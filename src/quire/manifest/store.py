@@ -53,15 +53,9 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
 from quire.manifest.ownership import close_broken, next_ids, own
 from quire.manifest.reads import ReadTxn, table_named
-from quire.manifest.records import (
-    Compression,
-    DbKind,
-    DbRecord,
-    DbStatus,
-    NamespaceRecord,
-)
+from quire.manifest.records import WINDOW_TAG, Compression, DbKind, DbRecord, DbStatus, NamespaceRecord
 from quire.manifest.recount import Recount
-from quire.manifest.retention import WINDOW_TAG, SnapshotRetention
+from quire.manifest.retention import SnapshotRetention
 from quire.manifest.snapshots import Snapshots
 
 if TYPE_CHECKING:

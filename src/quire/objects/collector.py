@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.errors import ForeignObject
 from quire.durable.names import parse_object_key
@@ -33,8 +34,7 @@ Retire = Callable[[str, list[str]], None]
 _REGISTRATION = re.compile(r"[0-9a-f-]{36}/(standby|clones)/[0-9a-f-]{36}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owned:
+class Owned(msgspec.Struct, frozen=True, kw_only=True):
     """What a store may delete, as its manifest says."""
 
     current: frozenset[tuple[str, str]]

@@ -19,9 +19,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.objects.api import DeletableStore, check_prefix
 from quire.objects.local import LocalStore
 from quire.objects.options import Retrier, StoreOptions
-
-REMOTE_SCHEMES = ("s3", "gs", "az", "memory")
-ALLOWED = "a path, file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or memory://name"
+from quire.objects.urls import ALLOWED, REMOTE_SCHEMES
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 

@@ -27,8 +27,7 @@ from quire.core.errors import EpochLost, InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import SnapshotRecord, WalState
-from quire.manifest.retention import WINDOW_TAG
+from quire.manifest.records import WINDOW_TAG, SnapshotRecord, WalState
 from quire.manifest.slots import unpack_leaf
 from quire.pages.catalog import segment_place
 from quire.pages.framemap import PinnedSegment, Regions

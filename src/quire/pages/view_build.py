@@ -20,8 +20,7 @@ from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.durable.names import object_key
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbRecord, Pin, SnapshotKind, SnapshotRecord
-from quire.manifest.retention import WINDOW_TAG
+from quire.manifest.records import WINDOW_TAG, DbRecord, Pin, SnapshotKind, SnapshotRecord
 from quire.manifest.slots import unpack_leaf
 from quire.manifest.store import ManifestStore
 from quire.pages.catalog import chunk_row, segment_place, space_of

@@ -28,8 +28,9 @@ from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound, Unavail
 from quire.core.settings import load
 from quire.durable import names
 from quire.durable.files import OsDisk, read_all
-from quire.objects.open import REMOTE_SCHEMES, open_store
+from quire.objects.open import open_store
 from quire.objects.options import options_at
+from quire.objects.urls import REMOTE_SCHEMES
 from quire.service.channel import Channel
 from quire.service.served_copies import CopyRequest, served_copy
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens

@@ -62,7 +62,7 @@ from quire.manifest.namespaces import owned_names
 from quire.objects.api import ExistingObject, ObjectStore, list_objects
 from quire.objects.open import open_store
 from quire.objects.tar import SUFFIX, TarStore
-from quire.store import object_location
+from quire.store import object_access, object_location
 
 if TYPE_CHECKING:
     from quire.archive.replay import Replay
@@ -110,7 +110,7 @@ def back_up(store: Store, target: str, *, since: str = "", progress: Progress | 
     target = _checked(store, target)
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
-        options = object_location.options_of(txn, store.settings, target)
+        options = object_access.options_of(txn, store.settings, target)
     known = _earlier_objects(store_id, target, since, options)
     with closing(open_backup(target, options=options, write=True)) as place:
         copies = _Copies(store, place, known)

@@ -42,7 +42,7 @@ from quire.manifest.records import MetaRecord
 from quire.manifest.row_image import RowImage
 from quire.objects.open import open_store
 from quire.objects.ownership import read_file
-from quire.store import layout, object_location, opening
+from quire.store import layout, object_access, opening
 from quire.store.restoring import (
     Progress,
     correct,
@@ -210,7 +210,7 @@ def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | 
         parents, clone_id = txn.parents(), txn.store_id()
         count = foreign_objects(txn, disk, root)
         url = store.objects_url
-        options = options or object_location.options_of(txn, store.settings, url)
+        options = options or object_access.options_of(txn, store.settings, url)
     if not parents:
         raise InvalidInput("this store is not a clone", hint="`quire clones ls` lists the clones of a store", path=root)
     if count:

@@ -41,7 +41,7 @@ from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.spark.sessions import spark_runner
-from quire.store.object_location import options_of
+from quire.store.object_access import options_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

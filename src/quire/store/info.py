@@ -9,7 +9,7 @@ import os
 from collections import Counter as Tally
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import msgspec
 
@@ -21,8 +21,7 @@ from quire.durable.files import OsDisk
 from quire.durable.locks import is_held
 from quire.durable.space import given_below
 from quire.manifest import tables as t
-from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
-from quire.manifest.migrations import refuse_newer
+from quire.manifest.env import CHANGE_LOG_NAME
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
@@ -37,6 +36,7 @@ from quire.service.values import (
 from quire.store import layout
 from quire.store.exclusive_artifacts import own_bytes
 from quire.store.listing import matching
+from quire.store.manifest_reader import ManifestReader
 from quire.store.object_location import state_beside
 
 if TYPE_CHECKING:
@@ -49,32 +49,8 @@ E = TypeVar("E", bound=Enum)
 EVERYTHING = DatabaseFilter()
 
 
-class StoreReader:
-    """A store opened for listing: reads the manifest's rows, takes no lock and starts no engine. A context manager.
-
-    It says what a `Store` opened with mode "r" says, without loading the manifest's writer, its checker or the jobs.
-    """
-
-    def __init__(self, path: str) -> None:
-        disk, self.path = OsDisk(), os.path.abspath(path)
-        self._settings = layout.existing_config(disk, self.path)
-        self._env = ManifestEnv(os.path.join(self.path, names.MANIFEST), self._settings.manifest, write=False)
-        try:
-            with ReadTxn(self._env) as txn:
-                refuse_newer(txn._txn, self._env)
-        except BaseException:
-            self._env.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._env.close()
-
-    def read(self) -> ReadTxn:
-        """A snapshot of the manifest."""
-        return ReadTxn(self._env)
+class StoreReader(ManifestReader):
+    """A store opened for listing: says what a `Store` opened with mode "r" says. A context manager."""
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
         """The live databases, by name; see `Store.databases`."""

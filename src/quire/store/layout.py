@@ -25,7 +25,6 @@ the manifest raise.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from enum import Enum
 
@@ -36,7 +35,7 @@ from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
 from quire.durable.files import Disk, read_all, remove_tree, write_atomic
 from quire.durable.object_names import OWNER_FILE
-from quire.objects.open import ALLOWED, REMOTE_SCHEMES
+from quire.objects.urls import check_url
 
 UNFINISHED = names.MANIFEST + names.TEMPORARY
 """The manifest before it gets its name."""
@@ -123,23 +122,9 @@ def objects_url(root: str, settings: StoreSettings) -> str:
     return url if "://" in url else os.path.join(root, url)
 
 
-def check_objects_url(url: str) -> None:
-    """Refuse an object store of a kind that we do not have when the store is opened, not when the first object is put."""
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?", url)
-    if scheme is None:
-        return
-
-    known = scheme[1].lower() in (*REMOTE_SCHEMES, "file")
-    where = {} if "@" in url else {"url": url}  # what is before an '@' is probably a secret
-    if known and not scheme[2]:
-        raise InvalidConfig("the object store's URL lacks its //", hint=f"use {ALLOWED}", **where)
-    if scheme[2] and not known:
-        raise InvalidConfig(f"no object store has the scheme {scheme[1]!r}", hint=f"use {ALLOWED}", **where)
-
-
 def write_config(disk: Disk, root: str, object_store: str) -> None:
     """A commented quire.toml that says where the objects are."""
-    check_objects_url(object_store)
+    check_url(object_store)
     quoted = object_store.replace("\\", "\\\\").replace('"', '\\"')
     text = EXAMPLE.format(object_store=quoted).encode()
     if load(text).object_store != object_store:
@@ -160,7 +145,7 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
         hint = "correct it; `quire init DIR` with a new DIR writes one with the settings explained, to compare"
         raise InvalidConfig(error.what, hint=hint, path=path) from error
     try:
-        check_objects_url(written.object_store)
+        check_url(written.object_store)
     except InvalidConfig as error:
         raise InvalidConfig(error.what, hint=error.hint, path=path, **error.where) from error
     if given is None:

@@ -23,8 +23,8 @@ from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.namespaces import drop_namespace
 from quire.manifest.reads import ReadTxn
-from quire.store import object_location
-from quire.store.layout import check_objects_url
+from quire.objects.urls import check_url
+from quire.store import object_access, object_location
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -111,7 +111,7 @@ class Namespaces:
     def create(self, name: str, url: str) -> NamespaceInfo:
         """Register a place; nothing is contacted, and nothing is written there."""
         check_name("namespace", name)
-        check_objects_url(url)
+        check_url(url)
         if "://" not in url and not os.path.isabs(url):
             raise InvalidInput("the path of a namespace must be absolute", hint=f"use {os.path.abspath(url)}", url=url)
         store = self._store
@@ -125,7 +125,7 @@ class Namespaces:
         if "://" not in place:
             place = os.path.normpath(os.path.join(store.path, place))
         with store.manifest.read() as txn:
-            object_location.open_place(txn, store.path, store.settings, place).close()  # refuses what cannot work
+            object_access.open_place(txn, store.path, store.settings, place).close()  # refuses what cannot work
         store.manifest.put_namespace(place, name=name)
         return self.get(name)
 

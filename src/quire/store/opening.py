@@ -28,7 +28,7 @@ from quire.durable import names
 from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
-from quire.store import layout, object_location
+from quire.store import layout, object_access, object_location
 from quire.store.archiving import open_archived, open_beside, refuse_standby, take_over
 from quire.store.shared_stores import note_opened
 from quire.store.store import Mode, Store
@@ -146,7 +146,7 @@ def _open_owner(
 def _see_to_objects(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:
     """Whether the objects are where quire.toml says, and whether this directory may write them: no bucket is asked for that."""
     if moved:
-        store.moved_objects = object_location.accept_moved(store.context, store.path, store.settings)
+        store.moved_objects = object_access.accept_moved(store.context, store.path, store.settings)
     else:
         with store.manifest.read() as txn:
             object_location.check(txn, store.path, store.settings)

@@ -32,7 +32,7 @@ from quire.manifest.records import DbKind
 from quire.sqlite import importing
 from quire.store import restoring
 from quire.store.archive_copy import opened_copy
-from quire.store.object_location import options_of
+from quire.store.object_access import options_of
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv

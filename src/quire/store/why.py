@@ -31,7 +31,9 @@ from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.ops.snapshots import is_dropped
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
+    SCHEDULE_TAG,
     TERMINAL_JOB_STATES,
+    WINDOW_TAG,
     DbKind,
     JobRecord,
     SnapshotRecord,
@@ -39,7 +41,6 @@ from quire.manifest.records import (
     WalRecord,
     WalState,
 )
-from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.pages.leasefiles import UNREADABLE, live_leases
 from quire.store.exclusive_artifacts import own_bytes

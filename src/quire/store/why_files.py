@@ -30,8 +30,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.snapshots import is_dropped
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbStatus, SnapshotRecord
-from quire.manifest.retention import WINDOW_TAG
+from quire.manifest.records import WINDOW_TAG, DbStatus, SnapshotRecord
 
 Look = Callable[[str], int | None]
 

@@ -35,7 +35,7 @@ from quire.manifest.records import DbKind
 from quire.manifest.snapshots import SnapshotInfo
 from quire.objects.open import open_store
 from quire.spark.sessions import spark_runner
-from quire.store.object_location import options_by_url, options_of
+from quire.store.object_access import options_by_url, options_of
 from quire.store.write_permission import ObjectRights
 from quire.stream.engine import StreamEngine
 

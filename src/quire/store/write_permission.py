@@ -16,7 +16,7 @@ from quire.manifest.namespaces import Parent
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.objects.ownership import Ownership, OwnerState, refuse_fenced
-from quire.store import object_location
+from quire.store import object_access, object_location
 
 if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
@@ -79,7 +79,7 @@ class ObjectRights:
         if not self._is_written_down:
             with self._lock:
                 if not self._is_written_down:
-                    object_location.remember(self._manifest, self._place)
+                    object_access.remember(self._manifest, self._place)
                     self._is_written_down = True
 
     def refuse(self, reason: str) -> None:
@@ -142,6 +142,6 @@ class ObjectRights:
         with self._lock:
             if self._raw is None:
                 with self._manifest.read() as txn:
-                    options = object_location.options_of(txn, self._settings, self._url)
+                    options = object_access.options_of(txn, self._settings, self._url)
                 self._raw = open_store(self._url, options=options, disk=self._disk)
             return self._raw

@@ -50,8 +50,7 @@ from quire.jobs.context import JobContext, PagesOfStore
 from quire.manifest import tables as t
 from quire.manifest.ops.snapshots import ExtendSnapshot
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import Compression, LeafRef, PlanRecord, WalRecord, WalState
-from quire.manifest.retention import WINDOW_TAG
+from quire.manifest.records import WINDOW_TAG, Compression, LeafRef, PlanRecord, WalRecord, WalState
 from quire.manifest.slots import Chain, place, unpack_leaf
 from quire.pages.anchors import anchor_at
 from quire.pages.catalog import chunk_place, config_hash, segment_place, space_of

@@ -29,6 +29,7 @@ from quire.manifest.ops.refs import leaf_count_key, release, retain, retain_name
 from quire.manifest.ops.wal import wal_state_of
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
+    DROPPED_TAG,
     AuditAction,
     DbKind,
     DbRecord,
@@ -47,9 +48,6 @@ from quire.manifest.records import (
 
 if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
-
-DROPPED_TAG = "former-name"
-"""The tag of a snapshot that was dropped and can be brought back: what it was called."""
 
 
 def live_leaves(tables: Overlay, db_id: int) -> list[tuple[int, int, int]]:

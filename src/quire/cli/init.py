@@ -1,0 +1,64 @@
+"""The command `init`: creates a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import quire
+from quire.cli.declarations import Argument, Option, command
+from quire.cli.lookup import AllowHttp, Endpoint, Region
+from quire.cli.output import Note
+from quire.core.settings import ObjectSettings, StoreSettings
+from quire.durable.files import OsDisk
+from quire.objects.open import open_store
+from quire.objects.options import options_of
+from quire.objects.urls import check_url
+from quire.store.config_edit import change_config
+from quire.store.layout import DirectoryState, look
+
+if TYPE_CHECKING:
+    from quire.cli.command import Cli
+
+
+@command("init", example="quire init ./data")
+def init(
+    cli: Cli,
+    path: Annotated[
+        str,
+        Argument(
+            metavar="[PATH]", help="The directory; created if it does not exist.", show_default="default: --store"
+        ),
+    ] = "",
+    object_store: Annotated[
+        str,
+        Option(
+            metavar="URL",
+            help="Location of the objects: a path, s3://…, gs://…, az://…",
+            show_default="objects/ in the store",
+        ),
+    ] = "",
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
+) -> Note:
+    """Create a store, or check that one exists.
+
+    Credentials of a bucket come from the environment (AWS_*, GOOGLE_*, AZURE_*) or from quire.toml, into which --endpoint,
+    --region and --allow-http are written.
+    """
+    target = path or cli.path
+    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
+    reached.check("--endpoint")
+    if object_store:
+        check_url(object_store)
+        # refuses what cannot work, before anything is made
+        open_store(object_store, options=options_of(reached, "objects")).close()
+    exists = look(OsDisk(), target) is DirectoryState.STORE
+    settings = StoreSettings(object_store=object_store, objects=reached) if object_store else None
+    with quire.open(target, "r" if exists else "rw", settings=settings) as store:
+        if not exists:
+            # allow_http comes before the endpoint, which may be plain HTTP
+            given: dict[str, str | bool] = {"allow_http": allow_http, "endpoint": endpoint, "region": region}
+            change_config(OsDisk(), store.path, {("objects", name): value for name, value in given.items() if value})
+        text = f"{store.path} is already a store" if exists else f"created a store in {store.path}"
+        return Note(text=text, data={"path": store.path, "created": not exists, "object_store": store.objects_url})

@@ -1,0 +1,27 @@
+"""URLs of object stores: which kinds there are, without loading any of them.
+
+Any thread. Raises `InvalidConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.core.errors import InvalidConfig
+
+REMOTE_SCHEMES = ("s3", "gs", "az", "memory")
+ALLOWED = "a path, file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or memory://name"
+
+
+def check_url(url: str) -> None:
+    """Refuse an object store of a kind that we do not have when the store is opened, not when the first object is put."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?", url)
+    if scheme is None:
+        return
+
+    known = scheme[1].lower() in (*REMOTE_SCHEMES, "file")
+    where = {} if "@" in url else {"url": url}  # what is before an '@' is probably a secret
+    if known and not scheme[2]:
+        raise InvalidConfig("the object store's URL lacks its //", hint=f"use {ALLOWED}", **where)
+    if scheme[2] and not known:
+        raise InvalidConfig(f"no object store has the scheme {scheme[1]!r}", hint=f"use {ALLOWED}", **where)
