@@ -153,12 +153,8 @@ def test_a_long_read_of_a_standby_keeps_what_the_owner_has_removed(tmp_path: Pat
         with follow(here) as standby:
             standby.poll()
             kept = Path(standby.path, ".kept")
-            reader = subprocess.Popen(
-                [sys.executable, "-c", READS_SLOWLY, standby.path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
+            reader = Program(
+                ["-c", READS_SLOWLY, standby.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
             )
             assert reader.stdin is not None
             assert reader.stdout is not None
