@@ -21,8 +21,8 @@ import quire
 from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, ObjectSettings, StoreSettings
 from quire.objects import StoreOptions
-from quire.service import served_copies
-from quire.service.served_copies import CopyRequest, driver_of, served_copy
+from quire.service import archive_copies
+from quire.service.archive_copies import CopyRequest, driver_of, served_copy
 from quire.spark import options_of
 from quire.spark.access import access_of
 from quire.spark.sources.sqlite import SqliteSource
@@ -211,7 +211,7 @@ def test_a_copy_is_used_again_while_it_is_fresh_and_is_removed_at_its_end(
     assert access_of({"store": bucket}) == first
     with pytest.raises(AccessDenied, match="a copy of an archive"), first.connect() as client:
         client.kv("cart").put(b"a", b"b")
-    monkeypatch.setattr(served_copies, "FRESH_SECONDS", 0)
+    monkeypatch.setattr(archive_copies, "FRESH_SECONDS", 0)
     second = access_of({"store": bucket})
     assert second != first, "an older copy stays for those who read it, and a query gets a newer one"
     with first.connect() as client, second.connect() as other:

@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.manifest.records import DbKind
-from quire.sqlite.shim_library import SWITCH
+from quire.sqlite.c_extensions import SWITCH
 from quire.store.store import Store
 
 SETTINGS = StoreSettings(maintenance=MaintenanceSettings(enabled=False))

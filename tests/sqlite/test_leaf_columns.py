@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.core.errors import InvalidInput, OutOfRange
-from quire.sqlite import leaf_columns, shim_library
+from quire.sqlite import c_extensions, leaf_columns
 from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, table_batches
 from quire.sqlite.column_types import sampled
 from quire.sqlite.leaf_columns import LeafDecoder, leaf_batches
@@ -42,8 +42,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     flags = os.environ.get("QUIRE_TEST_CFLAGS", "-O2").split()
     subprocess.run(["cc", *flags, "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-o", target, SOURCE], check=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shim_library, "LEAVES_LIBRARY", target)
-        patch.delenv(shim_library.SWITCH, raising=False)
+        patch.setattr(c_extensions, "LEAVES_LIBRARY", target)
+        patch.delenv(c_extensions.SWITCH, raising=False)
         yield
 
 
@@ -304,9 +304,9 @@ def test_without_the_c_part_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -
             return listed(table_batches(connection, ColumnQuery(read.table, read.schema), pages=pages, in_order=True))
 
     here = batches()
-    monkeypatch.setenv(shim_library.SWITCH, "1")
+    monkeypatch.setenv(c_extensions.SWITCH, "1")
     assert LeafDecoder.of(pages, read.table, [("n", pa.int64())]) is None
-    assert "switched off" in shim_library.leaves_build().reason
+    assert "switched off" in c_extensions.leaves_build().reason
     assert batches() == here
 
 

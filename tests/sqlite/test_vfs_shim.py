@@ -11,11 +11,11 @@ import apsw
 import pytest
 
 import quire
+from quire.sqlite import c_extensions as library_module
 from quire.sqlite import connect as connect_module
-from quire.sqlite import shim_library as library_module
 from quire.sqlite import vfs_shim
+from quire.sqlite.c_extensions import LIBRARY, SWITCH, shim_build
 from quire.sqlite.live import LiveFile
-from quire.sqlite.shim_library import LIBRARY, SWITCH, shim_build
 from quire.sqlite.vfs_shim import OLD, PARKED, PLAIN, READING, shim_library
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count

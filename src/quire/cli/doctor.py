@@ -48,7 +48,7 @@ from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
 from quire.service.sockets import find_owner
 from quire.spark.java import find_java
-from quire.sqlite.shim_library import leaves_build, shim_build
+from quire.sqlite.c_extensions import leaves_build, shim_build
 from quire.store.info import archive_beside
 from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
 from quire.store.mirrors import mirror_statuses

@@ -17,7 +17,7 @@ from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput
 from quire.core.time_parsing import duration, parse_duration
-from quire.jobs.mirror.changed import find_mirror
+from quire.jobs.mirror.change_detection import find_mirror
 from quire.store.mirrors import mirror_status, mirror_statuses
 
 if TYPE_CHECKING:

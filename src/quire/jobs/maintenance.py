@@ -36,7 +36,7 @@ from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext
 from quire.jobs.database_walk import DatabaseWalk
 from quire.jobs.leftovers import sweep_leftovers
-from quire.jobs.mirror.changed import due_mirrors
+from quire.jobs.mirror.change_detection import due_mirrors
 from quire.jobs.residency import apply_policy
 from quire.jobs.stream_checkpoint.job import unpublished
 from quire.jobs.worker import Worker

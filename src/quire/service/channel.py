@@ -51,9 +51,9 @@ from quire.service.frame_carrier import FrameCarrier
 from quire.service.frames import CLIENT_BYTES
 from quire.service.http_carrier import SCHEMES as HTTP_SCHEMES
 from quire.service.http_carrier import HttpCarrier
-from quire.service.request import Request
 from quire.service.tickets import Action, TableTicket
 from quire.service.tokens import read_token
+from quire.service.values import Request
 from quire.service.wire import (
     CLIENT_HEADER,
     TOKEN_HEADER,

@@ -22,8 +22,8 @@ from typing import Any
 
 from quire.core.errors import InvalidInput, Unavailable
 from quire.service.api import CallContext
-from quire.service.request import Request
 from quire.service.tickets import Action
+from quire.service.values import Request
 
 REMEMBERED = 256
 """Commands whose answers are kept: a client asks again within a moment, or never."""

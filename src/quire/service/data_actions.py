@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from quire.core.limits import MIB
 from quire.lsm.kv import Stats
-from quire.service.request import Request
 from quire.service.tickets import Action, DatabaseRequest, OfConsumer, Role, Scope, on_database
+from quire.service.values import Request
 from quire.stream.spans import StreamRecord
 from quire.stream.state import Consumer, Retention
 from quire.stream.stream import StreamInfo

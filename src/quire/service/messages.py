@@ -27,7 +27,6 @@ from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
 from quire.service.data_actions import DATA_ACTIONS
-from quire.service.request import Request as Request
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LEASE_RANGE as LEASE_RANGE
@@ -47,6 +46,7 @@ from quire.service.tickets import Shelf as Shelf
 from quire.service.tickets import TableTicket as TableTicket
 from quire.service.tickets import TakeIds as TakeIds
 from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
+from quire.service.values import Request as Request
 from quire.service.wire import ErrorForm
 
 Tags = dict[str, str]

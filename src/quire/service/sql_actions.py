@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.service.request import Request
 from quire.service.tickets import Action, DatabaseRequest, Role, Scope, on_database
+from quire.service.values import Request
 from quire.sqlite.served import SqlAnswer
 
 Values = list[Any] | dict[str, Any]

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from quire.pages.view import SnapshotView
-from quire.service.request import Request
+from quire.service.values import Request
 from quire.stream.remote_read import SharedStream
 
 

@@ -9,7 +9,10 @@ import msgspec
 from quire.archive.status import ArchiveStatus
 from quire.core.reader_info import ReaderInfo
 from quire.manifest.records import DbKind, DbStatus
-from quire.service.request import Request
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all requests."""
 
 
 class NamespacePlace(msgspec.Struct, frozen=True, array_like=True):

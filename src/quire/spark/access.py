@@ -6,7 +6,7 @@ logs and the user interface. The name of its file is. A path stands for the sock
 the query is planned; executors get the address: those of another machine need `grpc://` or `grpc+tls://`.
 
 A bucket with an archive, and a directory that is nobody's to write (a standby, a restore that was not taken over), are read
-from a copy that is served for the driver (`service/served_copies.py`).
+from a copy that is served for the driver (`service/archive_copies.py`).
 
 Importable on executors: what needs a manifest is loaded only where a query is planned. Threads: any. Raises `StoreNotFound`,
 `Unavailable`, `InvalidInput`.
@@ -31,8 +31,8 @@ from quire.durable.files import OsDisk, read_all
 from quire.objects.open import open_store
 from quire.objects.options import options_at
 from quire.objects.urls import REMOTE_SCHEMES
+from quire.service.archive_copies import CopyRequest, served_copy
 from quire.service.channel import Channel
-from quire.service.served_copies import CopyRequest, served_copy
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
 if TYPE_CHECKING:

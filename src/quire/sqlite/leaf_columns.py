@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from quire.core.errors import OutOfRange
 from quire.core.limits import MIB
+from quire.sqlite.c_extensions import leaves_build
 from quire.sqlite.leaf_runs import Leaves, leaves_within
-from quire.sqlite.shim_library import leaves_build
 from quire.sqlite.tables import ROWID, SqliteTable, affinity
 from quire.sqlite.trees import Rowids, Unreadable, by_number
 

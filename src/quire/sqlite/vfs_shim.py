@@ -18,7 +18,7 @@ from functools import cache
 import apsw
 
 from quire.core.events import emit
-from quire.sqlite.shim_library import AGAIN, shim_build
+from quire.sqlite.c_extensions import AGAIN, shim_build
 
 FCNTL_CELL = 0x51554952
 """How the shim asks a file for its cell."""
@@ -43,7 +43,7 @@ class ShimLibrary:
 
 
 def shim_library() -> ShimLibrary | None:
-    """What databases that are opened now use; none if it is not built, or switched off (`shim_library.py` says why)."""
+    """What databases that are opened now use; none if it is not built, or switched off (`c_extensions.py` says why)."""
     build = shim_build()
     return _load(build.path) if build.path else None
 

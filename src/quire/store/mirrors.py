@@ -22,7 +22,7 @@ from quire.core.barrier import changes
 from quire.core.errors import InvalidInput
 from quire.durable.names import check_name
 from quire.jobs.handler import Progress
-from quire.jobs.mirror.changed import (
+from quire.jobs.mirror.change_detection import (
     LiveDatabase,
     differences,
     failed_runs,

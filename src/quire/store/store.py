@@ -28,7 +28,7 @@ from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
 from quire.core.ids import Epoch
 from quire.core.settings import StoreSettings
-from quire.jobs.mirror.changed import newest_versions
+from quire.jobs.mirror.change_detection import newest_versions
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus, JobKind

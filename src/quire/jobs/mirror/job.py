@@ -34,7 +34,14 @@ from quire.core.limits import MIB
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext, PagesOfStore
 from quire.jobs.handler import Completed, Outcome, Progress, commit_step, options
-from quire.jobs.mirror.changed import Differences, differences, find_mirror, held_databases, newest_versions, size_of
+from quire.jobs.mirror.change_detection import (
+    Differences,
+    differences,
+    find_mirror,
+    held_databases,
+    newest_versions,
+    size_of,
+)
 from quire.jobs.mirror.plan import batch_rows, heaps, merged_columns, sources, units
 from quire.jobs.mirror.run import (
     Column,

@@ -14,7 +14,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from quire.jobs.mirror.changed import Differences
+from quire.jobs.mirror.change_detection import Differences
 from quire.jobs.mirror.run import Column, Source, Written, WrittenFile, fits
 from quire.jobs.runner import balanced
 from quire.manifest.records import MirrorDatabaseRecord

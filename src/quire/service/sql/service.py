@@ -2,7 +2,7 @@
 
 Terms
   one-shot   a pipeline without a baton that closes itself. It runs on a connection of the pool; one that writes runs in its
-             database's lane (`lanes.py`)
+             database's lane (`write_groups.py`)
   stream     requests of one client on one connection (`streams.py`)
 
 Who may do what is decided before anything comes here: a target says whether it may be written to.
@@ -25,12 +25,12 @@ from quire.core.settings import ServiceSettings
 from quire.durable.failpoints import hit
 from quire.service.api import StoreApi
 from quire.service.sql import protocol as p
-from quire.service.sql.keyed import keyed_pipeline
-from quire.service.sql.lanes import WriterLane
+from quire.service.sql.idempotent_pipelines import keyed_pipeline
 from quire.service.sql.pool import ConnectionPool, SqlTarget
 from quire.service.sql.session import AnswerLimits, SqlSession, Work
 from quire.service.sql.streams import SqlStream, StreamLimits, StreamRegistry
 from quire.service.sql.threads import LockQueue, LockWait, SqlThreads, advance, drive, give_up
+from quire.service.sql.write_groups import WriterLane
 from quire.sqlite.statements import first_word
 
 T = TypeVar("T")

@@ -47,7 +47,7 @@ from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, QuireError, SnapshotGone, UnknownCursor
 from quire.core.timeline import Gaps, distance, step
-from quire.service.served_copies import IDLE_SECONDS
+from quire.service.archive_copies import IDLE_SECONDS
 from quire.service.tickets import LEASE_RENEW, OfLease
 from quire.spark.access import OwnerAddress, access_of
 from quire.spark.sources.error_messages import ReadableErrors

@@ -1,7 +1,7 @@
 """Copies of archived stores that are served to Spark: `store="s3://…"`, and the directory of a standby or a restore.
 
 Sources are clients. Where nobody serves what they ask for, a process is started beside the driver that opens a copy of the
-archive (`quire.open_archive`) and serves that: `store/served_copy.py`.
+archive (`quire.open_archive`) and serves that: `store/archive_copy_server.py`.
 
 Rules
   1. A driver has copies of its own. One ends with it, or when nobody has asked it anything for `IDLE_SECONDS`: tasks ask every
@@ -40,7 +40,7 @@ IDLE_SECONDS = 300
 START_SECONDS = 600.0
 """How long restoring a copy may take before another process gives up waiting for it."""
 ANSWER_BYTES_MAX = 65_536
-MODULE = "quire.store.served_copy"
+MODULE = "quire.store.archive_copy_server"
 READY = b"ready "
 
 

@@ -1,7 +1,7 @@
-"""The process that serves a copy of an archived store to Spark: `python -m quire.store.served_copy`.
+"""The process that serves a copy of an archived store to Spark: `python -m quire.store.archive_copy_server`.
 
 It reads a `CopyRequest` from standard input, opens the copy, and answers `ready` and the copy's directory, or an error, on
-standard output. The copy is removed when the process ends; see `service/served_copies.py`.
+standard output. The copy is removed when the process ends; see `service/archive_copies.py`.
 
 Threads: one. Raises nothing: errors are the answer.
 """
@@ -23,7 +23,7 @@ from quire.core.errors import QuireError, StorageFault
 from quire.core.time_parsing import parse_moment
 from quire.durable.files import OsDisk
 from quire.objects.options import options_at
-from quire.service.served_copies import ANSWER_BYTES_MAX, IDLE_SECONDS, READY, CopyRequest
+from quire.service.archive_copies import ANSWER_BYTES_MAX, IDLE_SECONDS, READY, CopyRequest
 from quire.service.wire import write_form
 from quire.store import layout
 from quire.store.archive_copy import open_archive
