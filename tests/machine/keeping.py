@@ -163,10 +163,11 @@ def _follow(world: World) -> None:
 
 
 def _is_there(db: Database, schedule: str, now_ms: int) -> bool:
-    """Whether the schedule has made its snapshot of now's bucket, as far as the newest snapshots go."""
+    """Whether the schedule has made a snapshot in now's bucket, or in a later one if the clock has gone back since; as far as
+    the newest snapshots go."""
     for number in sorted(db.snapshots, reverse=True):
         kept = db.snapshots[number]
-        if bucket(schedule, kept.created_at_ms) != bucket(schedule, now_ms):
+        if bucket(schedule, kept.created_at_ms) < bucket(schedule, now_ms):
             return False
         if kept.schedule == schedule:
             return True
