@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.jobs.archive_audit.audit import GRACE_MS, ArchiveAudit
 from quire.store import opening
 from quire.store.heavy import audit_bucket
+from quire.store.store import Store
 from quire.testing.clock import ManualClock
 
 HOUR = 3_600.0
@@ -25,12 +27,7 @@ class Bucket:
         self.path = path
         self.url = str(path / "bucket")
         self.clock = ManualClock()
-        settings = StoreSettings(
-            object_store=self.url,
-            archive=ArchiveSettings(mode="async", interval_seconds=0.02, base_seconds=HOUR, retain_seconds=HOUR),
-            maintenance=MaintenanceSettings(enabled=False),
-        )
-        with opening.open(str(path / "store"), settings=settings, clock=self.clock) as store:
+        with self.open(path / "store") as store:
             self.store_id = store.info().store_id
             for value in (1, 2):
                 connection = store.sqlite("shop", create=True)
@@ -51,6 +48,14 @@ class Bucket:
             stream.tick()
             self.clock.advance(60)
             store.maintain()
+
+    def open(self, path: Path) -> Store:
+        settings = StoreSettings(
+            object_store=self.url,
+            archive=ArchiveSettings(mode="async", interval_seconds=0.02, base_seconds=HOUR, retain_seconds=HOUR),
+            maintenance=MaintenanceSettings(enabled=False),
+        )
+        return opening.open(str(path), settings=settings, clock=self.clock)
 
     def audit(self, **more: object) -> ArchiveAudit:
         return audit_bucket(self.url, now_ms=self.now_ms(), **more)  # type: ignore[arg-type]
@@ -165,3 +170,39 @@ def test_a_gap_in_the_log_is_found(bucket: Bucket) -> None:
     files[-2].unlink()
     audit = bucket.audit()
     assert any(str(files[-2]).endswith(row["artifact"]) for row in audit.problems)
+
+
+def _sold(store: Store, value: int) -> None:
+    with store.sqlite("shop") as connection:
+        connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(300)))
+    store.heavy.checkpoint_all()
+
+
+def test_what_an_owner_wrote_after_a_takeover_is_read_and_its_epoch_is_not_abandoned(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """Rows of the takeover itself are in the new owner's base alone: its chunks were not read, its epoch called abandoned."""
+    quire.restore(bucket.url, tmp_path / "restored", takeover=True, clock=bucket.clock)
+    with bucket.open(tmp_path / "restored") as store:
+        _sold(store, 3)
+    audit = bucket.audit()
+    assert (audit.problems, audit.orphans, audit.abandoned) == ([], [], {})
+    gone = bucket.files("/e/00000002/")[0]
+    gone.unlink()
+    assert [row["state"] for row in bucket.audit().problems] == ["MISSING"], gone
+
+
+def test_what_an_owner_made_before_it_was_killed_is_no_orphan(bucket: Bucket, tmp_path: Path) -> None:
+    """The rows of its last chunks were not in the log: the next life's base has them."""
+    quire.restore(bucket.url, tmp_path / "restored", takeover=True, clock=bucket.clock)
+    with bucket.open(tmp_path / "restored") as store:
+        assert store.archive is not None
+        store.archive.wait(30)
+        store.archive.queue.close()  # what comes now is not handed over
+        _sold(store, 3)
+    (tmp_path / "restored" / "archive.json").unlink(missing_ok=True)  # as after a kill
+    with bucket.open(tmp_path / "restored") as store:
+        assert store.archive is not None
+        store.archive.wait(30)
+    audit = bucket.audit()
+    assert (audit.problems, audit.orphans, audit.abandoned) == ([], [], {})

@@ -31,6 +31,7 @@ from quire.archive.format import (
     NONE,
     ArtifactEvent,
     BaseEvent,
+    BreakEvent,
     CommitEvent,
     Position,
     decode_object,
@@ -145,6 +146,8 @@ class _First:
     """Those of `retired` that were so at the oldest moment."""
     is_whole: bool = True
     """Whether all rows could be read: else what is an orphan is not known."""
+    is_broken: bool = False
+    """Whether rows may be missing from the log since the last base."""
 
 
 def _audit(
@@ -210,6 +213,7 @@ def _read_log(first: _First, line: Line, oldest: Oldest, rows: RowImage, progres
     _take_base(first, oldest.base)
     for epoch, numbers in spans:
         digest: bytes | None = None
+        first.is_broken = epoch != oldest.position.epoch
         for number in numbers:
             position = Position(epoch, number)
             digest = _read_log_object(first, position, digest, rows, is_moment=position > oldest.position)
@@ -241,9 +245,12 @@ def _read_log_object(
     changed = _take(first, events, rows)
     if not is_moment:
         return hashlib.sha256(data).digest()
+    first.is_broken = first.is_broken or any(isinstance(event, BreakEvent) for event in events)
     for event in events:
         if isinstance(event, BaseEvent):  # one that was named before the oldest moment has been trimmed
             _take_base(first, event)
+            if first.is_broken:
+                _begin_again(first, event, position, rows)
     if changed:
         with rows.read() as txn:
             for artifact in changed:
@@ -269,6 +276,25 @@ def _take(first: _First, events: Iterable[Any], rows: RowImage) -> list[Artifact
     if commits:
         rows.apply(commits)
     return changed
+
+
+def _begin_again(first: _First, base: BaseEvent, named_by: Position, rows: RowImage) -> None:
+    """Changes before a base may be missing from the log: those of a takeover, and of an owner that died or had to drop what
+    waited. So the rows are those of the base and of the log from its first object on, as a restore has them."""
+    first.is_broken = False
+    logs = (log_key(first.store_id, Position(named_by.epoch, n)) for n in range(base.first_log, named_by.number + 1))
+    events: list[Any] = []
+    for key in (*(part for part, _, _ in base.parts), *logs):
+        try:
+            events += decode_object(first.store.get(key), key)[1]
+        except (Corruption, ObjectNotFound):  # reported when it is read as what it is
+            first.is_whole = False
+    rows.replace(())
+    _take(first, events, rows)
+    with rows.read() as txn:
+        _take_retired(first, txn)
+        for artifact, row in artifacts(txn):
+            _take_row(first, txn, artifact, row)
 
 
 def _take_base(first: _First, base: BaseEvent) -> None:
