@@ -31,6 +31,33 @@ def test_a_restore_equals_the_live_store_with_its_snapshots_and_forks(tmp_path: 
     assert read(w.restore()) == expected
 
 
+def test_a_first_query_needs_none_of_the_large_objects(tmp_path: Path) -> None:
+    """Tables, compressed segments and chunks stay in the bucket, and are read from there when they are asked for."""
+    with world(tmp_path) as w:
+        fill(w.store, 0, 60)
+        w.store.checkpoint("shop")
+        kv, stream = w.store.kv("pairs"), w.store.stream("events")
+        kv.flush()
+        stream.seal()
+        stream.compress()
+        stream.upload()
+        stream.evict(warm=True)
+        w.store.kv("small", create=True).put(b"first", b"query")
+        w.archived()
+        expected = contents(w.store)
+    large = [path for path in w.bucket.rglob("*") if path.is_file() and ("/file/" in str(path) or "/e/" in str(path))]
+    assert any("/file/" in str(path) for path in large)
+    assert any("/e/" in str(path) for path in large)
+    for path in large:
+        path.rename(path.with_name(f"{path.name}.away"))
+    root = w.restore()
+    with quire.open(root, "r") as store:
+        assert store.kv("small").get(b"first") == b"query"
+    for path in large:
+        path.with_name(f"{path.name}.away").rename(path)
+    assert read(root) == expected
+
+
 def test_rollbacks_and_drops_that_can_be_undone_are_in_the_archive(tmp_path: Path) -> None:
     with world(tmp_path) as w:
         fill(w.store, 0, 60)

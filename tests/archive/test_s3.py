@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,29 @@ def test_nothing_is_lost(store: Store, proxy: FaultyProxy, tmp_path: Path, fault
         store.kv("pairs").flush()
         start += 100
         until(lambda: proxy.unused() < left or archive.lag_seconds() == 0.0)
+    archive.wait(WAIT)
+    assert archive.last_error == ""
+    expected = contents(store)
+    assert restored(store, proxy, tmp_path / "restored") == expected
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_while_the_bucket_is_away(store: Store, proxy: FaultyProxy, tmp_path: Path) -> None:  # noqa: F811
+    """Ten minutes with QUIRE_AWAY_SECONDS=600."""
+    archive = store.archive
+    assert archive is not None
+    fill(store, 0)
+    archive.wait(WAIT)
+    proxy.plan(*[Fault(harm="drop_before") for _ in range(100_000)])
+    ends, start = time.monotonic() + float(os.environ.get("QUIRE_AWAY_SECONDS", "20")), 100
+    while time.monotonic() < ends:
+        fill(store, start, 5)
+        store.kv("pairs").flush()
+        start += 100
+        time.sleep(1.0)
+    assert archive.lag_seconds() > 10
+    assert archive.status().last_error
+    proxy.reset()
     archive.wait(WAIT)
     assert archive.last_error == ""
     expected = contents(store)
