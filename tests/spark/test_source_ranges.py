@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import quire
-from quire.core.errors import InvalidInput, NotFound, SnapshotGone, UnknownDatabase
+from quire.core.errors import InvalidInput, NotFound, SnapshotGone, UnknownDatabase, UnknownSnapshot
 from quire.manifest import leases
 from quire.manifest import tables as t
+from quire.objects.open import open_store
 from quire.pages import anchors, held_versions
 from quire.service.client import Client
 from quire.spark.access import options_of
@@ -283,6 +284,21 @@ def test_a_task_that_is_repeated_or_given_up_reads_the_same(store: Store) -> Non
     assert read(reader, [parts[0], parts[0]]) == sorted(first * 2), "two of them at once, as with speculation"
 
 
+def test_a_task_opens_the_object_store_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did so for each database, and read again what forks share."""
+    opened_stores = list[str]()
+
+    def counted(url: str, **more: Any) -> Any:
+        opened_stores.append(url)
+        return open_store(url, **more)
+
+    reader, parts = planned(store, upload="true", partitions=2)
+    monkeypatch.setattr(views, "open_store", counted)
+    found = [tuple(row.values()) for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
+    assert sorted(found) == expected()
+    assert len(opened_stores) == len(parts) == 2
+
+
 def test_patterns_and_tags_choose_within_ranges(store: Store) -> None:
     odd = [number for number in range(DATABASES) if number % 2]
     for number in odd:
@@ -294,6 +310,32 @@ def test_patterns_and_tags_choose_within_ranges(store: Store) -> None:
     assert read(reader, parts) == expected(iter(odd))
     rows = read(*planned(store, databases="tenant-0[0-4]*,tenant-11?"))
     assert rows == expected(number for number in range(DATABASES) if number < 50 or number >= 110)
+
+
+def test_snapshots_of_many_databases_are_ranges_too(store: Store) -> None:
+    """All their versions were in the partitions."""
+    without = {3, 4, 5, 70}
+    for number in set(range(DATABASES)) - without:
+        store.snapshot(f"tenant-{number:03d}", "nightly")
+    for number in (0, 1, 50):
+        run(store, f"tenant-{number:03d}", "DELETE FROM t")
+    with pytest.raises(UnknownSnapshot, match="no such snapshot"):
+        planned(store, snapshot="nightly")
+    assert store.manifest.leases.count() == 0
+    reader, parts = planned(store, snapshot="nightly", absent="skip", partitions=3)
+    assert all(isinstance(each, LentRange) for part in parts for each in part.value)
+    assert len(pickle.dumps(parts)) < 8_000
+    for number in (1, 50, 119):
+        store.drop_snapshot(f"tenant-{number:03d}", "nightly")
+    store.snapshot("tenant-003", "nightly")
+    store.drop("tenant-006", snapshots=True)
+    store.maintain()
+    there = [number for number in range(DATABASES) if number not in without]
+    assert read(reader, parts) == expected(iter(there)), "as planned, what was dropped, too"
+    assert store.manifest.leases.count() == 1
+    kept = [number for number in range(DATABASES) if number not in (1, 4, 5, 6, 50, 70, 119)]
+    assert read(*planned(store, snapshot=1, absent="skip", upload="true")) == expected(iter(kept)), "by their ids"
+    assert store.manifest.check() == []
 
 
 def test_columns_of_all_databases_are_looked_at_in_waves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

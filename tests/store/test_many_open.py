@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -179,6 +180,37 @@ def test_the_disk_of_an_idle_database_is_small(store: quire.Store) -> None:
         below = Path(store.path) / kind
         given = sum(path.stat().st_blocks * 512 for path in below.rglob("*"))
         assert given / FEW <= 64 * 1024, kind
+
+
+def test_the_memory_of_an_idle_database_is_small(tmp_path: Path) -> None:
+    """At most 8 KiB, of whichever kind, after it was used."""
+    settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+    clock = ManualClock()
+    with quire.open(tmp_path / "store", settings=settings, clock=clock) as store:
+
+        def used(numbers: range) -> int:
+            """What is allocated when they are idle again."""
+            for number in numbers:
+                _write_pages(store, number)
+                store.stream(f"s{number}", create=True).append(b"a").result()
+                store.kv(f"k{number}", create=True).put(b"a", b"1")
+            _rest(store)
+            clock.advance(120.0)
+            for engine in (store.pages, store.streams, store.kvs):
+                engine.close_idle()
+            assert not any((store.pages.stores(), store.streams.streams(), store.kvs.databases()))
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        used(range(FEW))
+        tracemalloc.start()
+        try:
+            before = used(range(FEW, 2 * FEW))
+            many = range(2 * FEW, 2 * FEW + 10 * FEW)
+            after = used(many)
+        finally:
+            tracemalloc.stop()
+    assert (after - before) / (3 * len(many)) <= 8 * 1024
 
 
 def test_a_fork_that_was_never_written_gets_no_checkpoint_for_its_age(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def lend(
                     views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
     try:
         for db_id, view in views.items():
-            leases.narrow(lease_id, db_id, _origins(view))
+            leases.narrow(lease_id, db_id, origins_of(view))
         if woken := [db_id for db_id in db_ids if db_id not in views]:  # somebody has opened them meanwhile
             names = [called[db_id] for db_id in woken if db_id in called]
             _, late = lend(engine, woken, seconds, lease_id=lease_id, tags=tags, labels=names)
@@ -189,7 +189,7 @@ def lend_reader(
         else:
             reader = engine.open(db_id).open_snapshot(at=at, tags=tags)
         if isinstance(reader, ViewReader):
-            manifest.leases.narrow(lease_id, db_id, _origins(reader.view))
+            manifest.leases.narrow(lease_id, db_id, origins_of(reader.view))
             return lease_id, reader
     except BaseException:
         manifest.leases.release(lease_id)
@@ -223,7 +223,7 @@ def _view(txn: ReadTxn, db_id: int, mark: Mark, objects_url: str) -> SnapshotVie
     return view_of(txn, db_id, 0, record, objects_url)
 
 
-def _origins(view: SnapshotView) -> set[int]:
+def origins_of(view: SnapshotView) -> set[int]:
     """The databases that made what a view needs."""
     links = np.frombuffer(view.links, LINK_DTYPE)
     return {view.db_id, *(pin.origin_db_id for pin in view.pins), *map(int, np.unique(links["origin_db_id"]))}

@@ -14,16 +14,18 @@ Threads: any. Raises what opening raises, `LeaseExpired`, `InvalidInput`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.errors import UnknownSnapshot
 from quire.manifest import tables as t
 from quire.manifest.leases import HOLDER_TAG, LentVersion
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
-from quire.pages.anchors import lend
+from quire.pages.anchors import lend, origins_of
 from quire.pages.catalog import find_database, segment_place
 from quire.pages.view import SnapshotView
 
@@ -43,6 +45,39 @@ def lend_to(
     lease_id, views = lend(engine, names, seconds, lease_id=lease_id, upload=upload, tags=tags, labels=names)
     engine._manifest.leases.keep_views(lease_id, {view.db_id: _encode(view) for view in views})
     return lease_id, views
+
+
+def lend_snapshots(
+    engine: PageEngine, snapshot: str, names: Sequence[str], seconds: float, *, lease_id: int = 0, upload: bool = False
+) -> tuple[int, list[SnapshotView], tuple[str, ...]]:
+    """(id of the lease, a view of each database at its own snapshot of this name or id, the databases that have none); the
+    views are kept, by the names of the databases. The id is 0 if there was no lease, and none has the snapshot."""
+    leases, before = engine._manifest.leases, lease_id
+    with engine._manifest.read() as txn:
+        db_ids = {find_database(txn, name)[0]: name for name in names}
+    parts = [LentVersion(db_id, 1, label=name) for db_id, name in db_ids.items()]
+    lease_id = leases.hold(
+        parts, seconds, lease_id=lease_id
+    )  # before they are looked up: what is dropped later is kept
+    views: dict[int, SnapshotView] = {}
+    try:
+        for db_id in db_ids:
+            if (view := _at_snapshot(engine, db_id, snapshot, upload)) is not None:
+                views[db_id] = view
+                leases.narrow(lease_id, db_id, origins_of(view))
+        if views:
+            leases.keep_views(lease_id, {db_id: _encode(view) for db_id, view in views.items()})
+    finally:
+        leases.let_go([(lease_id, db_id) for db_id in db_ids if db_id not in views])
+    missing = tuple(name for db_id, name in db_ids.items() if db_id not in views)
+    return lease_id if views else before, list(views.values()), missing
+
+
+def _at_snapshot(engine: PageEngine, db_id: int, snapshot: str, upload: bool) -> SnapshotView | None:
+    for wanted in (snapshot, int(snapshot)) if snapshot.isdecimal() else (snapshot,):
+        with suppress(UnknownSnapshot):
+            return engine.view(db_id, wanted, upload=upload)
+    return None
 
 
 def mark_dropped(engine: PageEngine, holder: str, dropped: Sequence[tuple[int, str]], seconds: float) -> int:

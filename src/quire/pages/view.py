@@ -93,8 +93,15 @@ class SnapshotView:
     ) -> ViewReader:
         """A reader that needs no manifest: object stores by URL and, for segments that were not uploaded, the store's
         directory `root` (P16)."""
-        disk = OsDisk() if root else _NoDisk()
-        return ViewReader(self, Sources(root=root, disk=disk, open_store=open_store, cache=PageCache(cache_bytes)))
+        return ViewReader(self, sources_alone(open_store, root=root, cache_bytes=cache_bytes))
+
+
+def sources_alone(
+    open_store: Callable[[str], ObjectStore], *, root: str = "", cache_bytes: int = ALONE_BYTES
+) -> Sources:
+    """Where views of one store are read from without its manifest, one or many of them."""
+    disk = OsDisk() if root else _NoDisk()
+    return Sources(root=root, disk=disk, open_store=open_store, cache=PageCache(cache_bytes))
 
 
 def without_object(view: SnapshotView) -> list[ArtifactKey]:

@@ -320,12 +320,14 @@ class Client:
         upload: bool = False,
         holder: str = "",
         keep: bool = False,
+        snapshot: str = "",
         timeout: float = 600.0,
     ) -> m.LentViews:
         """The newest versions of page databases, to be read without the owner (P16). What they need is not deleted until
         `seconds` after the lease was last renewed. With `lease_id` they become part of that lease. A `holder` can ask for them
-        again, by the names of the databases; with `keep` so can whoever knows the lease (`OfLentRange`)."""
-        request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder, keep)
+        again, by the names of the databases; with `keep` so can whoever knows the lease (`OfLentRange`). With `keep` and a
+        `snapshot` they are the versions of the snapshots of this name or id, of the databases that have one."""
+        request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder, keep, snapshot)
         return self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
 
     def lend_kv(self, db: int | str, seconds: float, *, lease_id: int = 0) -> m.LentKv:

@@ -44,7 +44,7 @@ from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot, SoftDropSnapshot, UndropSnapshot
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack, SnapshotInfo
-from quire.pages.held_versions import held_range, held_view, lend_to, mark_dropped, newest_lsns
+from quire.pages.held_versions import held_range, held_view, lend_snapshots, lend_to, mark_dropped, newest_lsns
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service import tickets
@@ -268,12 +268,13 @@ class Handlers:
 
     def do_lease_open(self, request: m.Lend, call: CallContext) -> m.LentViews:
         self._check_lending(request.seconds, call, upload=request.upload)
+        pages, names = self._store.pages, [str(name) for name in request.databases]
+        given: dict[str, Any] = {"lease_id": request.lease_id, "upload": request.upload}
+        if request.keep and request.snapshot:
+            return m.LentViews(*lend_snapshots(pages, request.snapshot, names, request.seconds, **given))
         if request.holder or request.keep:
-            names = [str(name) for name in request.databases]
-            lending = partial(lend_to, self._store.pages, request.holder, names)
-        else:
-            lending = partial(self._store.pages.lend, request.databases)
-        return m.LentViews(*lending(request.seconds, lease_id=request.lease_id, upload=request.upload))
+            return m.LentViews(*lend_to(pages, request.holder, names, request.seconds, **given))
+        return m.LentViews(*pages.lend(request.databases, request.seconds, **given))
 
     def do_lease_held(self, request: m.OfHolder, _: CallContext) -> list[HeldVersion]:
         return self._manifest.leases.held(request.holder)

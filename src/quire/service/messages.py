@@ -160,7 +160,8 @@ class OfViews(Request, frozen=True):
 
 class Lend(Request, frozen=True):
     """Lend the newest versions of some databases, as a lease of their own (0) or as part of one; to a `holder` that comes back
-    for them, by names. `keep`: whoever knows the lease asks for them again (`OfLentRange`), also by names."""
+    for them, by names. `keep`: whoever knows the lease asks for them again (`OfLentRange`), also by names; with `snapshot`
+    those that have one of this name or id, each its own."""
 
     databases: tuple[int | str, ...]
     seconds: float
@@ -168,13 +169,16 @@ class Lend(Request, frozen=True):
     upload: bool = False
     holder: str = ""
     keep: bool = False
+    snapshot: str = ""
 
 
 class LentViews(Request, frozen=True):
-    """The lease, and what it is about, in the order that was asked for."""
+    """The lease, 0 if there is none, and what it is about, in the order that was asked for."""
 
     lease_id: int
     views: list[SnapshotView]
+    missing: tuple[str, ...] = ()
+    """Databases that do not have the snapshot: there is no view of them."""
 
 
 class OfHolder(Request, frozen=True):

@@ -21,7 +21,7 @@ from quire.core.limits import MIB
 from quire.pages.view_changes import ChangedPage, changed_pages
 from quire.spark.sources.base import Options, QuireSource, SourceReader
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import COMPARING, LocatedVersion, VersionPair, VersionRequest, dealt, opened
+from quire.spark.sources.views import COMPARING, LocatedVersion, VersionPair, VersionReaders, VersionRequest, dealt
 
 PAGES = StructType(
     [
@@ -67,8 +67,9 @@ class DiffReader(SourceReader):
         return part[0].after.lease_id
 
     def batches(self, part: list[PagesPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for piece in part:
-            with opened(piece.before) as before, opened(piece.after) as after:
+        with VersionReaders() as readers:
+            for piece in part:
+                before, after = readers.open(piece.before), readers.open(piece.after)
                 pages = changed_pages(before, after, piece.start, piece.stop)
                 yield from _page_batches(piece.after.database, pages, schema)
 

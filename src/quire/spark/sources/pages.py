@@ -19,7 +19,7 @@ from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import Options, QuireSource
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import LocatedVersion, PiecesReader, ViewPiece, dealt, opened
+from quire.spark.sources.views import LocatedVersion, PiecesReader, VersionReaders, ViewPiece, dealt
 
 SCHEMA = StructType(
     [
@@ -59,11 +59,11 @@ class PagesReader(PiecesReader):
                 yield ViewPiece(version, run, (run[1] - run[0]) * view.page_size)
 
     def batches(self, part: list[ViewPiece[PageRun]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for piece in part:
-            step = max(BATCH_BYTES // piece.version.view.page_size, 1)
-            with opened(piece.version) as reader:
+        with VersionReaders() as readers:
+            for piece in part:
+                step = max(BATCH_BYTES // piece.version.view.page_size, 1)
                 rows: list[tuple[int, bytes]] = []
-                for row in reader.scan(*piece.part):
+                for row in readers.open(piece.version).scan(*piece.part):
                     rows.append(row)
                     if len(rows) >= step:
                         yield _batch(piece.version.database, rows, schema)

@@ -65,9 +65,9 @@ from quire.spark.sources.views import (
     LENT_AT_ONCE,
     LocatedVersion,
     VersionPair,
+    VersionReaders,
     VersionRequest,
     dealt,
-    opened,
 )
 from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered
 from quire.sqlite.read_ahead import ReadAhead
@@ -169,9 +169,9 @@ class _Sides:
     """Both versions of a piece, open."""
 
     def __init__(self, stack: ExitStack, pair: VersionPair) -> None:
+        readers = stack.enter_context(VersionReaders())
         self.readers: list[ViewReader | None] = [
-            stack.enter_context(opened(version)) if version is not None else None
-            for version in (pair.before, pair.after)
+            readers.open(version) if version is not None else None for version in (pair.before, pair.after)
         ]
         self._name = pair.after.database
         self.before, self.after = self._versions(stack, self.readers)

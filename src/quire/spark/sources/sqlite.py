@@ -43,6 +43,7 @@ from quire.spark.sources.views import (
     LentRange,
     LocatedVersion,
     PiecesReader,
+    VersionReaders,
     VersionRequest,
     ViewPiece,
     dealt,
@@ -108,11 +109,12 @@ class SqliteReader(PiecesReader):
 
     def _check(self, versions: Iterable[LocatedVersion]) -> None:
         """Check the condition in the first database that has the table: before a task runs, also where a schema was given."""
-        for version in versions:
-            with opened(version) as source, connected(source) as connection:
-                if (table := self._find(connection, version)) is not None:
-                    check_condition(connection, table.name, self.query.where, database=version.database)
-                    return
+        with VersionReaders() as readers:
+            for version in versions:
+                with connected(readers.open(version)) as connection:
+                    if (table := self._find(connection, version)) is not None:
+                        check_condition(connection, table.name, self.query.where, database=version.database)
+                        return
 
     def _find(self, connection: Connection, version: LocatedVersion) -> SqliteTable | None:
         """The table in a database; `None` where it is absent and that is to be passed over."""
@@ -139,10 +141,11 @@ class SqliteReader(PiecesReader):
             yield ViewPiece(version, rowids, size // len(ranges))
 
     def batches(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for piece in self._of(part):
-            with opened(piece.version) as source, connected(pages := ReadAhead(source)) as connection:
-                if (table := self._find(connection, piece.version)) is not None:
-                    yield from gathered(self._rows(connection, pages, table, piece, schema))
+        with VersionReaders() as readers:
+            for piece in self._of(part):
+                with connected(pages := ReadAhead(readers.open(piece.version))) as connection:
+                    if (table := self._find(connection, piece.version)) is not None:
+                        yield from gathered(self._rows(connection, pages, table, piece, schema))
 
     def _of(self, part: list[ViewPiece[Rowids] | LentRange]) -> Iterator[ViewPiece[Rowids]]:
         for each in part:

@@ -12,9 +12,9 @@ that have all of them); `snapshot` (a name or an id, of each database its own), 
 it), `keep_seconds`, `upload`, `partitions` at most: pieces of many databases are dealt to them, so that a thousand small
 databases are no thousand tasks.
 
-More than `LISTED_MAX` databases are not listed in partitions: the owner keeps their versions with the lease, a partition has
-ranges of names, and tasks ask for the versions of theirs, `LENT_AT_ONCE` at a time. What was lent is read: a database that is
-dropped later is still there, one that is created later is not.
+More than `LISTED_MAX` databases are not listed in partitions: the owner keeps their versions with a lease, those of snapshots
+too; a partition has ranges of names, and tasks ask for the versions of theirs, `LENT_AT_ONCE` at a time. What was lent is read:
+a database that is dropped later is still there, one that is created later is not.
 
 Importable on executors. Raises `UnknownDatabase`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`.
 """
@@ -25,22 +25,20 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from quire.core.errors import DatabaseTombstoned, InvalidInput, UnknownDatabase, UnknownSnapshot
 from quire.core.limits import MIB
-from quire.durable.files import OsDisk
 from quire.jobs.locations import StorePool
 from quire.jobs.runner import balanced
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
-from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
-from quire.pages.view import SnapshotView, ViewReader, without_object
+from quire.pages.view import SnapshotView, ViewReader, sources_alone, without_object
 from quire.service.tickets import LEASE_RANGE, OfLentRange
 from quire.spark.access import OwnerAddress, object_options
 from quire.spark.sources.base import KEEP_SECONDS, Options, SourceReader
@@ -241,8 +239,8 @@ class VersionRequest(DatabaseSelection):
         """(versions, ranges of databases): if they are more than can be listed, those up to `small_bytes` are in ranges."""
         names = self.each_name(client)
         listed = list(islice(names, LISTED_MAX + 1))
-        if self.snapshot or len(listed) <= LISTED_MAX:
-            return self.versions(client, [*listed, *names]), []
+        if len(listed) <= LISTED_MAX:
+            return self.versions(client, listed), []
         (_, root), options = self._reading(client), object_options(client.server)
         large, ranges = dict[int, LocatedVersion](), list[LentRange]()
         lease_id, after, rest = 0, "", chain(listed, names)
@@ -284,15 +282,15 @@ class VersionRequest(DatabaseSelection):
     ) -> tuple[int, dict[str, SnapshotView]]:
         """(the lease, views by name). A database that is dropped after it was found by a pattern is left out."""
         upload, _ = self._reading(client)
-        given: dict[str, Any] = {"holder": holder, "keep": keep}
+        given: dict[str, Any] = {"holder": holder, "keep": keep, "snapshot": self.snapshot if keep else ""}
         lent: LentViews | None = None
         try:
             lent = client.lend(names, self.keep_seconds, lease_id=lease_id, **given)
-            views = dict(zip(names, lent.views, strict=True))
+            views = self._present(names, lent)
             # To upload needs more than to read, so it is asked for only if there is something.
-            if upload and (bare := [name for name in names if without_object(views[name])]):
+            if upload and (bare := [name for name, view in views.items() if without_object(view)]):
                 late = client.lend(bare, self.keep_seconds, lease_id=lent.lease_id, upload=True, **given)
-                views.update(zip(bare, late.views, strict=True))
+                views.update(self._present(bare, late))
         except (UnknownDatabase, DatabaseTombstoned):
             if holder or not self.is_many:
                 raise
@@ -303,7 +301,20 @@ class VersionRequest(DatabaseSelection):
             if lent is not None:
                 client.let_go([(lent.lease_id, view.db_id) for view in lent.views])
             return self._lend(client, left, lease_id, keep=keep) if left else (lease_id, {})
+        except UnknownSnapshot:
+            if lent is not None and lent.lease_id != lease_id:
+                client.release_lease(lent.lease_id)
+            raise
         return lent.lease_id, views
+
+    def _present(self, names: Sequence[str], lent: LentViews) -> dict[str, SnapshotView]:
+        """Views by name. A database without the snapshot is an error, or passed over."""
+        if lent.missing and self.absent == "error":
+            hint = "`quire snapshot ls` lists them; `absent=skip` passes over databases without it"
+            where = {"database": lent.missing[0], "snapshot": self.snapshot}
+            raise UnknownSnapshot("the database has no such snapshot", hint=hint, **where)
+        missing = set(lent.missing)
+        return dict(zip((name for name in names if name not in missing), lent.views, strict=True))
 
     def _is_there(self, client: Client, name: str) -> bool:
         try:
@@ -396,16 +407,39 @@ def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> Snaps
     return client.view(name, snapshot, upload=True) if upload and without_object(view) else view
 
 
+class VersionReaders:
+    """What versions of one store are read through, one after the other, on an executor or where a query is planned.
+
+    An object store, a file or a page that one of them needed is there for the next: forks share most of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._sources: Sources | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def open(self, version: LocatedVersion) -> ViewReader:
+        """A reader of a version."""
+        if self._sources is None:
+            options = version.options
+            stores = StorePool(lambda url: open_store(url, options=options.get(url)))
+            root = version.root if version.root and os.path.isdir(version.root) else ""
+            self._stack.enter_context(closing(stores))
+            sources = sources_alone(stores, root=root, cache_bytes=CACHE_BYTES)
+            self._sources = self._stack.enter_context(closing(sources))
+        return version.view.open(self._sources)
+
+
 @contextmanager
 def opened(version: LocatedVersion) -> Iterator[ViewReader]:
-    """A reader of a version, on an executor or where a query is planned."""
-    with closing(StorePool(lambda url: open_store(url, options=version.options.get(url)))) as stores:
-        if not version.root or not os.path.isdir(version.root):
-            yield version.view.open_alone(stores, cache_bytes=CACHE_BYTES)
-            return
-        sources = Sources(root=version.root, disk=OsDisk(), open_store=stores, cache=PageCache(CACHE_BYTES))
-        with closing(sources):
-            yield version.view.open(sources)
+    """A reader of a single version."""
+    with VersionReaders() as readers:
+        yield readers.open(version)
 
 
 class Piece(Protocol):
