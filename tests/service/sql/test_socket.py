@@ -13,10 +13,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+import quire
 from quire.service.signed_tokens import create_token
 from quire.store.store import Store
 from tests.service.sql.test_http import NUMBERS, until
-from tests.service.sql.world import SqlAsker, plain_rows, sql_served, statement
+from tests.service.sql.world import SqlAsker, plain_rows, settings, sql_served, statement
 
 
 class Socket:
@@ -194,6 +195,20 @@ def test_nothing_is_done_before_hello_or_with_a_wrong_token(asker: SqlAsker) -> 
         connection.send(json.dumps({"type": "hello", "jwt": "wrong"}))
         assert socket.receive()["type"] == "hello_error"
         assert socket.ask(type="open_stream", stream_id=0)["error"]["code"] == "AUTH_FAILED"
+
+
+@pytest.mark.parametrize("jwt", ["", "None", "null", "undefined"])
+def test_what_clients_send_in_the_place_of_a_token_is_none(path: Path, asker: SqlAsker, jwt: str) -> None:
+    """The client of Go says hello with an empty token when it was given none."""
+    with socket_to(asker, jwt=jwt) as socket:
+        socket.done(type="open_stream", stream_id=0)
+        assert socket.run(0, "select 1") == [(1,)]
+    asked = settings(http_ask_readers=True, http_anonymous_writes=False)
+    with quire.open(path.parent / "asked", settings=asked) as store, store.serve_http("127.0.0.1:0") as web:
+        url = web.address.replace("http", "ws")
+        with connect(url, subprotocols=[Subprotocol("hrana3")]) as connection:
+            connection.send(json.dumps({"type": "hello", "jwt": jwt}))
+            assert Socket(connection).receive()["type"] == "hello_error"
 
 
 def test_a_database_is_named_by_the_path(asker: SqlAsker, store: Store) -> None:

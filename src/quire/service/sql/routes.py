@@ -34,6 +34,7 @@ from quire.service.sql.session import SqlSession, Work
 from quire.service.sql.socket import PROTOCOLS, HranaSocket
 from quire.service.sql.streams import EXPIRED, TOO_MANY, SqlStream, StreamRefused
 from quire.service.version_address import base_name
+from quire.service.web.access import NO_TOKEN
 from quire.service.web.context import WebContext
 from quire.service.web.headers import EdgeRequest
 from quire.sqlite.statements import StatementFailed
@@ -202,7 +203,7 @@ class SqlPart:
 
         def admit(jwt: str | None) -> tuple[SqlTarget, Grant]:
             gate = self._context.gate
-            grant = gate.grant(websocket) if jwt is None else gate.grant_of_token(jwt)
+            grant = gate.grant(websocket) if jwt is None or jwt in NO_TOKEN else gate.grant_of_token(jwt)
             return self._target(websocket, grant), grant
 
         connection = HranaSocket(self.service, admit, websocket.send_text)

@@ -34,7 +34,8 @@ from quire.service.web.answers import HttpError
 
 LOCALHOST = "localhost"
 NO_TOKEN = frozenset({"", "None", "null", "undefined"})
-"""What clients send in the place of a token that they were not given: `libsql-client` sends `Bearer None`."""
+"""What clients send in the place of a token that they were not given: `libsql-client` sends `Bearer None`, that of Go an empty
+one in the hello of a WebSocket."""
 LOOPBACK_WRITES = Grant(holder="loopback", everywhere=Access.WRITE, is_anonymous=True)
 LOOPBACK_READS = Grant(holder="loopback", everywhere=Access.READ, is_anonymous=True)
 
