@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
@@ -81,32 +82,33 @@ def neighbouring_rows(report: Report, directory: Path, quick: bool) -> None:
             options = {**options_of(store), "database": database, "table": "orders", "from": "monday"}
             source = RowsSource(options)
             reader = source.reader(source.schema())
-            with _counting() as counted:
+            with _counting() as asked:
                 found = sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part))
             _check(found, rows // 100)
             with store.pages.open(database).open_snapshot() as newest:
                 size = newest.size_pages
-            detail = f"{counted[0]} of 2 × {size} pages, {found} rows"
-            report.ratio(f"pages read, {name}", counted[0] / (2 * size), 0.06, "lower", detail)
+            detail = f"{len(asked)} of 2 × {size} pages, asked for {asked.total()} times; {found} rows"
+            report.ratio(f"pages read, {name}", len(asked) / (2 * size), 0.06, "lower", detail)
 
 
 @contextmanager
-def _counting() -> Iterator[list[int]]:
-    """Counts the pages that are asked of views."""
-    counted = [0]
+def _counting() -> Iterator[Counter[tuple[int, int]]]:
+    """Counts how often each page of each version, by (lsn, page), is asked of a view. Only the first time reads it: a view
+    keeps its pages."""
+    asked = Counter[tuple[int, int]]()
     read_page, read_pages = ViewReader.read_page, ViewReader.read_pages
 
     def one(self: ViewReader, page: int) -> bytes:
-        counted[0] += 1
+        asked[self.lsn, page] += 1
         return read_page(self, page)
 
     def many(self: ViewReader, pages: Any, **options: Any) -> dict[int, bytes]:
         images = read_pages(self, pages, **options)
-        counted[0] += len(images)
+        asked.update((self.lsn, page) for page in images)
         return images
 
     with patch.object(ViewReader, "read_page", one), patch.object(ViewReader, "read_pages", many):
-        yield counted
+        yield asked
 
 
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,9 @@
 What is the same for both: the rows (`tpchgen-cli`), the session, the text of the query, and that each has run once. `declared`
 is a database whose tables declare types, `bare` one that declares none, as many Python programs make them; dates are text in
 both. The queries go through `register(…).sql`, which reads the columns that they need. Answers are compared with SQLite's.
+
+`floor` is the least that any data source in Python takes: it has the same columns as Arrow batches in memory, and hands them to
+Spark as they are. What a query takes beyond it is ours.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
 
 import quire
 from bench.report import Report, alternate, seconds
@@ -49,6 +55,9 @@ WHERE c_mktsegment = 'BUILDING' AND c_custkey = o_custkey AND l_orderkey = o_ord
 GROUP BY l_orderkey, o_orderdate, o_shippriority ORDER BY revenue DESC, o_orderdate LIMIT 10
 """
 QUERIES = {"q1": Q1, "q3": Q3}
+
+FLOOR_ROWS = 10_000
+"""In a batch of the floor."""
 
 
 def generate(directory: Path, scale: float) -> None:
@@ -100,6 +109,56 @@ def agree(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
             assert same, (mine, other)
 
 
+# ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class BatchesReader(DataSourceReader):
+    """Files of Arrow batches, one for each task, mapped into memory."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def partitions(self) -> list[InputPartition]:
+        return [InputPartition(str(path)) for path in sorted(Path(self.directory).iterdir())]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(partition.value) as mapped:
+            file = pa.ipc.open_file(mapped)
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
+
+
+class BatchesSource(DataSource):
+    """A source that does nothing for its rows."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "bench.batches"
+
+    def schema(self) -> StructType:
+        with pa.memory_map(str(sorted(Path(self.options["directory"]).iterdir())[0])) as mapped:
+            return from_arrow_schema(pa.ipc.open_file(mapped).schema)
+
+    def reader(self, schema: StructType) -> BatchesReader:  # noqa: ARG002 - Spark gives it
+        return BatchesReader(self.options["directory"])
+
+
+def batches_of(spark: SparkSession, files: Path, query: str, parts: int) -> None:
+    """The columns that a query names, as views of the floor."""
+    for table in TABLES:
+        source = pq.ParquetFile(files / f"{table}.parquet")
+        columns = [name for name in source.schema_arrow.names if name in query]
+        directory = files / f"floor-{table}-{len(columns)}"
+        if columns and not directory.exists():
+            directory.mkdir()
+            rows = source.read(columns).combine_chunks()
+            step = -(-rows.num_rows // parts)
+            for number in range(parts):
+                with pa.ipc.new_file(str(directory / f"{number}.arrow"), rows.schema) as writer:
+                    writer.write_table(rows.slice(number * step, step), FLOOR_ROWS)
+        if columns:
+            loaded = spark.read.format(BatchesSource.name()).option("directory", str(directory)).load()
+            loaded.createOrReplaceTempView(f"floor_{table}")
+
+
 def _collect(sql: Callable[[str], DataFrame], query: str) -> list[Any]:
     return sql(query).collect()
 
@@ -109,7 +168,9 @@ def tpch(report: Report, directory: Path, quick: bool) -> None:
     files = directory / "tpch"
     files.mkdir()
     generate(files, scale)
-    spark = session(f"local[{os.cpu_count() or 1}]", app="quire-bench")
+    cores = os.cpu_count() or 1
+    spark = session(f"local[{cores}]", app="quire-bench")
+    spark.dataSource.register(BatchesSource)
     for table in TABLES:
         spark.read.parquet(str(files / f"{table}.parquet")).createOrReplaceTempView(f"parquet_{table}")
     with quire.open(directory / "store", settings=SETTINGS) as store:
@@ -121,17 +182,22 @@ def tpch(report: Report, directory: Path, quick: bool) -> None:
                     # Planned anew for each run: what is collected again has its shuffles on disk already.
                     here = partial(_collect, registered.sql, query.format(db=f"{kind}."))
                     there = partial(_collect, spark.sql, query.format(db="parquet_"))
-                    agree(here(), native(store, kind, query))
-                    there()
-                    ours, parquet, sqlite = alternate(
+                    batches_of(spark, files, query, 2 * cores)
+                    least = partial(_collect, spark.sql, query.format(db="floor_"))
+                    wanted = native(store, kind, query)
+                    for way in (here, there, least):
+                        agree(way(), wanted)
+                    ours, parquet, floor, sqlite = alternate(
                         rounds,
                         partial(seconds, here),
                         partial(seconds, there),
+                        partial(seconds, least),
                         partial(seconds, partial(native, store, kind, query)),
                     )
                     report.figure(f"{name}_{kind}_seconds", ours)
-                    detail = f"{ours:.2f} s; Parquet {parquet:.2f} s, SQLite itself {sqlite:.2f} s"
+                    detail = f"{ours:.2f} s; Parquet {parquet:.2f} s, floor {floor:.2f} s, SQLite itself {sqlite:.2f} s"
                     report.ratio(f"{name}_{kind}_vs_parquet", ours / parquet, 1.3, "lower", detail)
+                    report.ratio(f"{name}_{kind}_floor_vs_parquet", floor / parquet, None, "lower", "any Python source")
 
 
 PARTS = (tpch,)

@@ -45,8 +45,16 @@ def test_tables_have_names_and_versions(owner: Owned) -> None:
         narrow = shop.sql(f"SELECT orders.who, count(*) AS n FROM {joined} GROUP BY 1")
         assert rows_of(narrow, "who") == [("ada", 1), ("bob", 1)]
         assert columns_of(shop) == {"orders": ["id", "who"], "lines": ["order_id", "item"]}
+        made = list(shop._made)
+        assert rows_of(shop.sql(f"SELECT orders.who, count(*) AS n FROM {joined} GROUP BY 1"), "who") == [
+            ("ada", 1),
+            ("bob", 1),
+        ]
+        assert shop._made == made, "a query that is asked again is not planned for its columns again"
         assert rows_of(shop.sql("SELECT max(`odd, name`) FROM shop.orders -- shop.lines")) == [("y",)]
         assert rows_of(now.sql("SELECT count(*) FROM now.orders")) == [(2,)]
+        owner.run("shop", "INSERT INTO orders VALUES (4, 'fay', 1, '')")
+        assert rows_of(now.sql("SELECT count(*) FROM now.orders")) == [(3,)], "of the newest version, each time"
     assert "shop" not in {row.namespace for row in owner.spark.sql("SHOW SCHEMAS").collect()}
 
 

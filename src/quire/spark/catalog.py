@@ -67,7 +67,9 @@ class RegisteredDatabase:
         self._options = dict(options)
         self._home = tempfile.mkdtemp(prefix="quire-catalog-")
         self._made: list[str] = []
-        self._queries = 0
+        self._planned: dict[str, str] = {}
+        """Queries as they were moved to tables of their columns: the columns follow from the query, and cost as much to find
+        as some queries take."""
         atexit.register(shutil.rmtree, self._home, ignore_errors=True)
         self._make(name, self.schemas)
 
@@ -78,20 +80,21 @@ class RegisteredDatabase:
 
     def sql(self, query: str) -> DataFrame:
         """A query that reads only the columns it needs. Tables are named as `name.table`, like in `spark.sql`."""
-        named = self._named(query)
-        needed = self._needed(query, named) if named else {}
-        if not needed:
-            return self._spark.sql(query)
-        self._queries += 1
-        schema = f"{self.name}_{self._queries}"
-        self._make(schema, {table: _only(self.schemas[table], columns) for table, columns in needed.items()})
-        return self._spark.sql(self._moved(query, schema))
+        if query not in self._planned:
+            named = self._named(query)
+            needed = self._needed(query, named) if named else {}
+            schema = f"{self.name}_{len(self._planned) + 1}"
+            if needed:
+                self._make(schema, {table: _only(self.schemas[table], columns) for table, columns in needed.items()})
+            self._planned[query] = self._moved(query, schema) if needed else query
+        return self._spark.sql(self._planned[query])
 
     def drop(self) -> None:
         """Forget the tables; the database is left alone."""
         for schema in self._made:
             self._spark.sql(f"DROP SCHEMA IF EXISTS {quoted(schema)} CASCADE")
         self._made.clear()
+        self._planned.clear()
         shutil.rmtree(self._home, ignore_errors=True)
 
     def __enter__(self) -> RegisteredDatabase:

@@ -69,17 +69,21 @@ def row_batches(rows: Iterator[tuple[Any, ...]], schema: pa.Schema, *, null_misf
 
 
 def gathered(small: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Small batches as larger ones: Spark spends some time on each."""
+    """Small batches as larger ones: who takes them spends some time on each."""
     waiting: list[pa.RecordBatch] = []
     size = 0
     for batch in small:
         waiting.append(batch)
         size += batch.nbytes
         if size >= BATCH_BYTES:
-            yield pa.concat_batches(waiting)
+            yield _joined(waiting)
             waiting, size = [], 0
     if waiting:
-        yield pa.concat_batches(waiting)
+        yield _joined(waiting)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def column(values: tuple[Any, ...], kind: pa.DataType, name: str, *, null_misfits: bool) -> pa.Array:

@@ -38,7 +38,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -143,7 +143,7 @@ class RowsQuery:
         )
 
     def compare(self, piece: RowsPiece, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The rows of a piece."""
+        """The rows of a piece, in small batches."""
         with ExitStack() as stack:
             sides = _Sides(stack, piece.pair)
             if piece.candidates is not None:
@@ -225,15 +225,12 @@ class RowForm:
             "_committed_at": version.view.time_ms * 1_000,
         }
 
-    def batches(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
-        """The rows, in batches of some size."""
-        return gathered(self._small(changes))
-
     def notice(self, op: str, text: str) -> pa.RecordBatch:
         """A row that is no change."""
         return self._batch([RowChange(op, text, None, None)])
 
-    def _small(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
+    def batches(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
+        """The rows, in small batches."""
         while taken := list(islice(changes, STEP_ROWS)):
             yield self._batch(taken)
 
@@ -354,8 +351,7 @@ class RowsReader(SourceReader):
         return part[0].pair.after.lease_id
 
     def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for piece in part:
-            yield from self.query.compare(piece, schema)
+        return gathered(chain.from_iterable(self.query.compare(piece, schema) for piece in part))
 
 
 class RowsSource(QuireSource):
@@ -496,8 +492,7 @@ class RowsQueryReader(HeldQueryReader):
 
     def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with kept(self.access, part[0].pair.after.lease_id, self.request.keep_seconds):
-            for piece in part:
-                yield from self.query.compare(piece, schema)
+            yield from gathered(chain.from_iterable(self.query.compare(piece, schema) for piece in part))
 
     def commit(self, end: Offset) -> None:
         """Spark has done with everything up to `end`: what newer versions have replaced is let go."""

@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -141,11 +142,15 @@ class SqliteReader(PiecesReader):
             yield ViewPiece(version, rowids, size // len(ranges))
 
     def batches(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        return gathered(self._small(part, schema))
+
+    def _small(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with VersionReaders() as readers:
-            for piece in self._of(part):
-                with connected(pages := ReadAhead(readers.open(piece.version))) as connection:
-                    if (table := self._find(connection, piece.version)) is not None:
-                        yield from gathered(self._rows(connection, pages, table, piece, schema))
+            for version, pieces in groupby(self._of(part), attrgetter("version")):
+                with connected(pages := ReadAhead(readers.open(version))) as connection:
+                    if (table := self._find(connection, version)) is not None:
+                        for piece in pieces:
+                            yield from self._rows(connection, pages, table, piece, schema)
 
     def _of(self, part: list[ViewPiece[Rowids] | LentRange]) -> Iterator[ViewPiece[Rowids]]:
         for each in part:
