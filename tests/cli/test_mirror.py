@@ -37,6 +37,16 @@ def test_a_mirror_from_its_definition_to_its_end(run: Run, path: Path, tmp_path:
     assert (tmp_path / "lake" / "manifest.json").exists()
 
 
+def test_a_misspelt_table_or_pattern_is_noticed(run: Run, path: Path, tmp_path: Path) -> None:
+    with quire.open(path) as store, closing(store.sqlite("shop")) as connection:
+        connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
+    for name, pattern, table in (("one", "sh*", "ordres"), ("two", "tenant-*", "orders")):
+        where = f"parquet:{tmp_path}/{name}"
+        run("mirror", "create", name, "--databases", pattern, "--table", table, "--to", where)
+    assert run("mirror", "run", "one").out.strip().endswith("; none of them has a row in a table ordres")
+    assert "two has nothing to follow: no database matches tenant-* yet" in run("mirror", "run", "two").out
+
+
 def test_people_see_that_a_mirror_is_late_or_fails(run: Run, tmp_path: Path) -> None:
     assert "mirrors" not in {row["check"] for row in run("doctor", "--json").data}
     path, yesterday = tmp_path / "old", ManualClock(SystemClock().now_ms() - 86_400_000)

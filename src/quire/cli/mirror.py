@@ -71,7 +71,8 @@ def run(
     with cli.owner(upkeep=True) as store:
         ended: list[MirrorRun] = []
         Bench(store).watch(lambda: ended.append(store.mirrors.run(name, runner=runner, full=full)))
-    return Note(text=_sentence(ended[0]), data=ended[0])
+        text = _sentence(ended[0], store.mirrors.status(name))
+    return Note(text=text, data=ended[0])
 
 
 @command("status", group, example="quire mirror status lake")
@@ -134,7 +135,9 @@ def _when(status: MirrorStatus) -> str:
     return moment(status.synced_at_ms) if status.synced_at_ms else "never"
 
 
-def _sentence(run: MirrorRun) -> str:
+def _sentence(run: MirrorRun, status: MirrorStatus) -> str:
+    if not run.databases and not run.dropped:
+        return f"{run.mirror} has nothing to follow: no database matches {', '.join(status.databases)} yet"
     if not run.changed and not run.dropped:
         return f"{run.mirror} is up to date: none of {count_of(run.databases, 'database')} has changed"
     what = "loaded" if run.full else "updated"
@@ -142,4 +145,5 @@ def _sentence(run: MirrorRun) -> str:
     return (
         f"{what} {run.mirror}: {count_of(run.changed, 'database')} of {run.databases:,} written{gone}; "
         f"{count_of(run.rows_written, 'row')}, {size(run.bytes_written)} in {count_of(run.files_added, 'file')}"
+        f"{'' if status.rows else f'; none of them has a row in a table {status.table}'}"
     )
