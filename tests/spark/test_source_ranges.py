@@ -24,7 +24,7 @@ from quire.spark.access import options_of
 from quire.spark.sources import sqlite, views
 from quire.spark.sources.base import KEEP_SECONDS
 from quire.spark.sources.sqlite import SqliteSource
-from quire.spark.sources.views import LentRange, joined
+from quire.spark.sources.views import LentRange, LocatedVersion, joined
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.spark.sourced import QUIET, opened, owned, rows_of
@@ -129,6 +129,32 @@ def test_few_databases_are_listed_and_need_no_owner_to_be_read(store: Store) -> 
     reader, parts = planned(store, databases="tenant-00*")
     assert not [each for part in parts for each in part.value if isinstance(each, LentRange)]
     assert read(reader, parts) == expected(range(10))
+
+
+def test_the_databases_of_a_task_share_a_batch(store: Store) -> None:
+    """Spark spends some time on each batch, however small."""
+    for databases, rows in (("tenant-00*", 20), ("tenant-*", 2 * DATABASES)):
+        reader, parts = planned(store, databases=databases, partitions=1)
+        assert [batch.num_rows for part in parts for batch in reader.read(part)] == [rows]
+
+
+def test_a_version_that_a_task_reads_in_several_ranges_is_opened_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store, "large", "CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT)")
+    run(store, "large", *(f"INSERT INTO t VALUES ({number}, '{'x' * 900}')" for number in range(400)))
+    monkeypatch.setattr(sqlite, "PIECE_BYTES", 1)
+    reader, parts = planned(store, databases="large", partitions=1)
+    assert [len(part.value) for part in parts] == [2]
+    versions = []
+
+    def opened(version: LocatedVersion) -> Any:
+        versions.append(version)
+        return views.opened(version)
+
+    monkeypatch.setattr(sqlite, "opened", opened)
+    assert [row[1] for row in read(reader, parts)] == list(range(400))
+    assert len(versions) == 1
 
 
 def test_what_happens_after_the_plan_is_not_read(store: Store) -> None:
