@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from pyspark.sql.types import StructType
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from quire.core.errors import NotFound
 from quire.spark.catalog import RegisteredDatabase, register
@@ -63,6 +63,29 @@ def columns_of(shop: RegisteredDatabase) -> dict[str, list[str]]:
     spark, schema = shop._spark, shop._made[-1]
     tables = [row.tableName for row in spark.sql(f"SHOW TABLES IN {schema}").collect()]
     return {table: spark.table(f"{schema}.{table}").columns for table in tables if not table.endswith("__source")}
+
+
+def test_a_query_is_planned_for_its_columns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark is not needed for this: what it is asked is noted."""
+    asked: list[str] = []
+
+    class NotedSql:
+        def sql(self, query: str) -> str:
+            asked.append(query)
+            return query
+
+    spark: Any = NotedSql()
+    shop: Any
+    columns = StructType([StructField("id", LongType()), StructField("who", StringType())])
+    shop = RegisteredDatabase(spark, "shop", {"store": "/data"}, {"orders": columns})
+    monkeypatch.setattr(shop, "_needed", lambda query, _: {"orders": [1] if "who" in query else [0]})
+    first, before = shop.sql("SELECT who FROM shop.orders"), len(asked)
+    assert shop.sql("SELECT who FROM shop.orders") == first == "SELECT who FROM `shop_1`.orders"
+    assert asked[before:] == [first], "nothing is made for it again"
+    assert shop.sql("SELECT id FROM shop.orders") == "SELECT id FROM `shop_2`.orders"
+    assert shop.sql("SELECT 1") == "SELECT 1"
+    shop.drop()
+    assert {"DROP SCHEMA IF EXISTS `shop_1` CASCADE", "DROP SCHEMA IF EXISTS `shop_2` CASCADE"} <= set(asked)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from quire.spark.access import options_of
 from quire.spark.sources import sqlite, views
 from quire.spark.sources.base import KEEP_SECONDS
 from quire.spark.sources.sqlite import SqliteSource
-from quire.spark.sources.views import LentRange, LocatedVersion, joined
+from quire.spark.sources.views import LentRange, LocatedVersion, VersionReaders, joined
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.spark.sourced import QUIET, opened, owned, rows_of
@@ -146,13 +146,14 @@ def test_a_version_that_a_task_reads_in_several_ranges_is_opened_once(
     monkeypatch.setattr(sqlite, "PIECE_BYTES", 1)
     reader, parts = planned(store, databases="large", partitions=1)
     assert [len(part.value) for part in parts] == [2]
-    versions = []
+    versions: list[LocatedVersion] = []
+    open_version = VersionReaders.open
 
-    def opened(version: LocatedVersion) -> Any:
+    def opened(readers: VersionReaders, version: LocatedVersion) -> Any:
         versions.append(version)
-        return views.opened(version)
+        return open_version(readers, version)
 
-    monkeypatch.setattr(sqlite, "opened", opened)
+    monkeypatch.setattr(VersionReaders, "open", opened)
     assert [row[1] for row in read(reader, parts)] == list(range(400))
     assert len(versions) == 1
 
