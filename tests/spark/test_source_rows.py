@@ -15,8 +15,10 @@ import pytest
 
 import quire
 from quire.core.errors import InvalidInput, NotFound, UnknownSnapshot
+from quire.objects.open import open_store
 from quire.spark.access import options_of
 from quire.spark.sources import rows as rows_source
+from quire.spark.sources import views
 from quire.spark.sources.rows import RowsSource
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -190,6 +192,29 @@ def test_many_databases_share_tasks_and_each_has_its_own_versions(store: Store) 
     with pytest.raises(NotFound, match="no such table"):
         read(store, databases="*", table="t")
     assert len(read(store, databases="*", table="t", absent="skip")) == 60
+
+
+def test_the_databases_of_a_task_share_an_object_store_and_a_batch(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(10):
+        run(store, f"tenant-{number}", "CREATE TABLE t(a)")
+        store.snapshot(f"tenant-{number}", "monday")
+        run(store, f"tenant-{number}", f"INSERT INTO t VALUES ({number})")
+    opened_stores = list[str]()
+
+    def counted(url: str, **more: Any) -> Any:
+        opened_stores.append(url)
+        return open_store(url, **more)
+
+    given = {"databases": "tenant-*", "table": "t", "from": "monday", "upload": "true", "partitions": "2"}
+    source = RowsSource({"store": store.path, **given})
+    reader = source.reader(source.schema())
+    parts = list(reader.partitions())
+    monkeypatch.setattr(views, "open_store", counted)
+    batches = [batch for part in parts for batch in reader.read(part)]
+    assert sorted(value for batch in batches for value in batch.column("a").to_pylist()) == list(range(10))
+    assert len(opened_stores) == len(batches) == len(parts) == 2
 
 
 def test_databases_are_chosen_by_tags(store: Store) -> None:

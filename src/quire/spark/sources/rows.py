@@ -142,10 +142,15 @@ class RowsQuery:
             options.text("absent", "error").lower() != "error",
         )
 
-    def compare(self, piece: RowsPiece, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """The rows of a task."""
+        with VersionReaders() as readers:
+            yield from gathered(chain.from_iterable(self._compared(piece, schema, readers) for piece in part))
+
+    def _compared(self, piece: RowsPiece, schema: pa.Schema, readers: VersionReaders) -> Iterator[pa.RecordBatch]:
         """The rows of a piece, in small batches."""
         with ExitStack() as stack:
-            sides = _Sides(stack, piece.pair)
+            sides = _Sides(stack, piece.pair, readers)
             if piece.candidates is not None:
                 tables, candidates = sides.tables(self.table), piece.candidates
             else:
@@ -168,8 +173,7 @@ class RowsQuery:
 class _Sides:
     """Both versions of a piece, open."""
 
-    def __init__(self, stack: ExitStack, pair: VersionPair) -> None:
-        readers = stack.enter_context(VersionReaders())
+    def __init__(self, stack: ExitStack, pair: VersionPair, readers: VersionReaders) -> None:
         self.readers: list[ViewReader | None] = [
             readers.open(version) if version is not None else None for version in (pair.before, pair.after)
         ]
@@ -315,7 +319,7 @@ def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[R
             yield RowsPiece(pair, None, size)
             continue
         with ExitStack() as stack:
-            sides = _Sides(stack, pair)
+            sides = _Sides(stack, pair, stack.enter_context(VersionReaders()))
             tables, candidates = sides.candidates(table)
             if tables != (None, None) and candidates.is_empty:
                 continue
@@ -351,7 +355,7 @@ class RowsReader(SourceReader):
         return part[0].pair.after.lease_id
 
     def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        return gathered(chain.from_iterable(self.query.compare(piece, schema) for piece in part))
+        return self.query.batches(part, schema)
 
 
 class RowsSource(QuireSource):
@@ -492,7 +496,7 @@ class RowsQueryReader(HeldQueryReader):
 
     def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with kept(self.access, part[0].pair.after.lease_id, self.request.keep_seconds):
-            yield from gathered(chain.from_iterable(self.query.compare(piece, schema) for piece in part))
+            yield from self.query.batches(part, schema)
 
     def commit(self, end: Offset) -> None:
         """Spark has done with everything up to `end`: what newer versions have replaced is let go."""
