@@ -14,7 +14,7 @@ from quire.archive.log_reader import base_events, find
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import BLOCK_BYTES, RemoteFiles
 from quire.archive.state_files import RemoteFile
-from quire.core.errors import ChecksumMismatch
+from quire.core.errors import ChecksumMismatch, Corruption
 from quire.durable.files import OsDisk
 from quire.objects.api import Range
 from quire.objects.local import LocalStore
@@ -61,6 +61,15 @@ def test_reads_end_with_the_file(tmp_path: Path, objects: Counting, size: int, o
     disk = RemoteFiles(OsDisk(), str(tmp_path), lambda: objects)
     file = disk.open(str(tmp_path / "sst" / "1.sst"), write=False)
     assert file.read_at(size, offset) == BODY[offset : offset + size]
+
+
+def test_an_object_that_was_cut_is_damage(tmp_path: Path, objects: Counting) -> None:
+    """It was `OutOfRange`, which blames the caller."""
+    objects.put("table", BODY[: 2 * BLOCK_BYTES])
+    file = RemoteFiles(OsDisk(), str(tmp_path), lambda: objects).open(str(tmp_path / "sst" / "1.sst"), write=False)
+    assert file.read_at(10, 0) == BODY[:10]
+    with pytest.raises(Corruption, match="shorter"):
+        file.read_at(10, 3 * BLOCK_BYTES)
 
 
 class Garbling(LocalStore):

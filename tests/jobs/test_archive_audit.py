@@ -130,6 +130,21 @@ def test_a_flipped_byte_is_found(bucket: Bucket, part: str, place: str) -> None:
     assert str(altered).endswith(audit.problems[0]["artifact"])
 
 
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("part", PARTS)
+def test_an_object_that_was_cut_is_found(bucket: Bucket, part: str, keep: int) -> None:
+    """One that is shorter than a header ended the audit with `OutOfRange`."""
+    for cut in {bucket.files(part)[0], bucket.files(part)[-1]}:
+        data = cut.read_bytes()
+        cut.write_bytes(data[:keep])
+        audit = bucket.audit()
+        assert "ALTERED" in [row["state"] for row in audit.problems if str(cut).endswith(row["artifact"])], (
+            cut,
+            audit.problems,
+        )
+        cut.write_bytes(data)
+
+
 def _beside(part: str, name: str) -> Callable[[Bucket], Path]:
     return lambda bucket: bucket.one(part).parent / name
 

@@ -18,6 +18,7 @@ import msgspec
 
 from quire.archive.format import (
     HEADER_BYTES,
+    HELPED_BY,
     NONE,
     AnyEvent,
     BaseEvent,
@@ -32,7 +33,7 @@ from quire.archive.format import (
     parse_log_key,
     part_prefix,
 )
-from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, OutOfRange
 from quire.objects.api import ObjectStore
 
 STORE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -118,7 +119,11 @@ def read_object(store: ObjectStore, store_id: str, position: Position) -> tuple[
 def header_of(store: ObjectStore, store_id: str, position: Position) -> Header:
     """The header of a log object."""
     key = log_key(store_id, position)
-    header = decode_header(store.get_range(key, 0, HEADER_BYTES), key)
+    try:
+        begin = store.get_range(key, 0, HEADER_BYTES)
+    except OutOfRange:  # it is shorter than its header
+        begin = b""
+    header = decode_header(begin, key)
     if header.position != position:
         raise Corruption("an object of the archive has another's name", key=key, says=str(header.position))
     return header
@@ -211,7 +216,11 @@ def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]
 
     def read(part: tuple[str, int, bytes]) -> list[AnyEvent]:
         key, size, digest = part  # as the log names it
-        return decode_object(store.get_verified(key, size_bytes=size, sha256=digest), key)[1]
+        try:
+            data = store.get_verified(key, size_bytes=size, sha256=digest)
+        except ObjectNotFound:
+            raise ObjectNotFound("a part of the archive's base is missing", hint=HELPED_BY, key=key) from None
+        return decode_object(data, key)[1]
 
     yield from _ahead(read, base.parts)
 

@@ -6,7 +6,7 @@ Terms
 
 The list of them is remote_files.json in the store's directory; it is replaced whole when it changes, before the call returns.
 
-Threads: any. Raises what disk and object store raise.
+Threads: any. Raises `Corruption`, and what disk and object store raise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from quire.archive.format import HELPED_BY
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.state_files import RemoteFile, read_remote_files
 from quire.core.cache import ByteCache
+from quire.core.errors import Corruption, OutOfRange
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, DiskLayer, File, write_atomic
@@ -58,7 +60,12 @@ class RemoteFiles(DiskLayer):
         starts = [number * BLOCK_BYTES for number in missing]
         ranges = [Range(offset=start, length=min(BLOCK_BYTES, file.size - start)) for start in starts]
         if ranges:  # those that lie together are one request
-            for number, block in zip(missing, self._objects().get_ranges(file.key, ranges), strict=True):
+            try:
+                present = self._objects().get_ranges(file.key, ranges)
+            except OutOfRange as error:
+                what = "an object of the archive is shorter than it was"
+                raise Corruption(what, hint=HELPED_BY, key=file.key, size=file.size) from error
+            for number, block in zip(missing, present, strict=True):
                 self._cache.put((file.key, number), block, len(block))
                 blocks[number] = block
         whole = b"".join(block for block in blocks.values() if block is not None)
