@@ -27,7 +27,7 @@ import msgspec
 
 import quire
 from quire.archive.archiver import Archiver
-from quire.archive.base_writer import everything
+from quire.archive.base_writer import base_records
 from quire.archive.format import AnyEvent, ArtifactEvent, CommitEvent
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase, Slot
 from quire.archive.recorder import REMOTE_FILES, sha256_of
@@ -38,7 +38,7 @@ from quire.durable.names import MANIFEST
 from quire.manifest.check import check
 from quire.manifest.row_image import RowImage
 from quire.objects.local import LocalStore
-from quire.store.restoring import correct
+from quire.store.restoring import correct_rows
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.simulation_lives import SETTINGS, START_MS
@@ -151,7 +151,7 @@ def record(home: Path, seed: int, steps: int) -> Tape:
     def begin(archiver: Archiver) -> None:
         tape.queue = archiver.recorder.queue = archiver.queue = TapedQueue(keep)
         manifest = archiver._manifest
-        tape.base = list(everything(manifest, archiver._disk, root, archiver.recorder, lambda *_: _no_artifact()))
+        tape.base = list(base_records(manifest, archiver._disk, root, archiver.recorder, lambda *_: _no_artifact()))
         manifest.writer.archive = archiver
         manifest.writer.record_rows()
 
@@ -192,7 +192,7 @@ def check_prefix(home: Path, tape: Tape, replayed: Path, end: int) -> list[str]:
     shutil.rmtree(target / "bucket" / _store_id(home) / "owner", ignore_errors=True)
     root = str(target / "store")
     with RowImage(os.path.join(root, MANIFEST)) as rows:
-        correct(_Rows(rows), root, SETTINGS.object_store)  # type: ignore[arg-type]
+        correct_rows(_Rows(rows), root, SETTINGS.object_store)  # type: ignore[arg-type]
     findings: list[str] = []
     try:
         with quire.open(root, settings=SETTINGS, clock=ManualClock(tape.now_ms[0]), create=False) as store:

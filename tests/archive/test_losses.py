@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.archive import base_writer
-from quire.archive.recorder import RecordedFile, Recorder, written
+from quire.archive.recorder import RecordedFile, Recorder, write_event
 from quire.testing.simulation_lives import SimulationFailed
 from quire.testing.simulation_losses import simulate_losses
 
@@ -48,7 +48,7 @@ def events_come_after_the_acknowledgement() -> None:
     def later(self: RecordedFile, data: Any, offset: int) -> None:
         self._inner.write_at(data, offset)
         self._inner.sync()
-        late.append(written(self._number, offset, data))
+        late.append(write_event(self._number, offset, data))
         if len(late) > 1:
             self._queue.append(late.pop(0))
 

@@ -20,7 +20,7 @@ from quire.jobs.stream_checkpoint.job import row_of
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, WalState
-from quire.manifest.verification import borrows
+from quire.manifest.verification import shares_bytes
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, check, fill
@@ -220,9 +220,9 @@ def test_generic_moves_refuse_segments_and_chunks(
 def test_what_borrows_is_known_by_its_name() -> None:
     row = row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=5)
     key = ArtifactKey(7, ArtifactKind.BASE, 3, 1)
-    assert borrows(key, row)
-    assert not borrows(key, ChunkRecord(Residency.LOCAL, 1, 1))
-    assert not borrows(key, ChunkRecord(Residency.LOCAL, 1, 1, suffix=object_key(key)))
+    assert shares_bytes(key, row)
+    assert not shares_bytes(key, ChunkRecord(Residency.LOCAL, 1, 1))
+    assert not shares_bytes(key, ChunkRecord(Residency.LOCAL, 1, 1, suffix=object_key(key)))
 
 
 # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────

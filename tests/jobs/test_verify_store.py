@@ -74,13 +74,13 @@ def test_when_its_time_is_over_the_next_one_goes_on_with_the_oldest(
 ) -> None:
     monkeypatch.setattr(verify_module, "WAVE_BYTES", 1)
     keys = fill(world)
-    real = verify_module.look
+    real = verify_module.describe_artifacts
 
     def slow(*arguments: Any) -> Any:
         world.clock.advance(10)
         return real(*arguments)
 
-    monkeypatch.setattr(verify_module, "look", slow)
+    monkeypatch.setattr(verify_module, "describe_artifacts", slow)
     result = world.done(ask(world, max_duration_seconds=15.0))
     assert (result["verified"], result["left"], result["complete"]) == (2, 2, False)
     seen = {key for key in keys if world.row(key).verified_at_ms}

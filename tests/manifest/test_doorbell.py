@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from quire.manifest.guard import Doorbell, mine
+from quire.manifest.guard import Doorbell, thread_doorbell
 
 
 def test_a_ring_before_the_sleep_is_heard() -> None:
@@ -66,20 +66,20 @@ def test_a_signal_that_somebody_handles_does_not_end_the_sleep() -> None:
 
 def test_every_thread_has_its_own() -> None:
     others: list[Doorbell | None] = []
-    thread = threading.Thread(target=lambda: others.append(mine()))
+    thread = threading.Thread(target=lambda: others.append(thread_doorbell()))
     thread.start()
     thread.join()
-    assert mine() is mine()
-    assert others[0] is not mine()
+    assert thread_doorbell() is thread_doorbell()
+    assert others[0] is not thread_doorbell()
 
 
 def test_a_child_does_not_swallow_the_rings_of_its_parent() -> None:
     """Hazard: after fork() both processes would read one counter."""
-    bell = mine()
+    bell = thread_doorbell()
     assert bell is not None
     child = os.fork()
     if child == 0:
-        own = mine()
+        own = thread_doorbell()
         os._exit(0 if own is not None and own is not bell and not own.sleep(0) else 1)
     bell.ring()
     assert os.waitpid(child, 0)[1] == 0

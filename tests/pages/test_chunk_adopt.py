@@ -13,7 +13,7 @@ import pytest
 from quire.core.errors import AlreadyExists, Corruption
 from quire.objects.api import ExistingObject, ObjectStore
 from quire.objects.open import open_store
-from quire.pages.chunk_reader import ChunkReader, adopts, identity_of
+from quire.pages.chunk_reader import ChunkReader, identity_of, same_artifact
 from quire.pages.chunk_verify import describe
 from tests.pages.chunks import identity, some_pages, write_chunk
 
@@ -35,8 +35,8 @@ def test_two_runs_that_compress_differently_are_one_artifact(store: ObjectStore)
     first, first_info = write_chunk(PAGES, WANTED, level=1)
     second, second_info = write_chunk(PAGES, WANTED, level=9)
     assert first != second
-    assert not store.put(KEY, first, create_only=True, identity=adopts(WANTED)).adopted
-    result = store.put(KEY, second, create_only=True, identity=adopts(WANTED))
+    assert not store.put(KEY, first, create_only=True, identity=same_artifact(WANTED)).adopted
+    result = store.put(KEY, second, create_only=True, identity=same_artifact(WANTED))
     assert result.adopted
     assert result.size_bytes == first_info.size_bytes != second_info.size_bytes
     # The row of an adopted object must be about its bytes, not about ours.
@@ -50,7 +50,7 @@ def test_another_plan_under_the_name_is_not_adopted_and_not_overwritten(store: O
     store.put(KEY, other, create_only=True)
     ours, _ = write_chunk(PAGES, WANTED)
     with pytest.raises(AlreadyExists):
-        store.put(KEY, ours, create_only=True, identity=adopts(WANTED))
+        store.put(KEY, ours, create_only=True, identity=same_artifact(WANTED))
     assert store.get(KEY) == other
 
 
@@ -59,15 +59,15 @@ def test_identity_is_read_from_the_object(store: ObjectStore) -> None:
     store.put(KEY, data)
     existing = ExistingObject(store, store.head(KEY))
     assert identity_of(existing) == WANTED
-    assert adopts(WANTED)(existing)
-    assert not adopts(replace(WANTED, key=msgspec.structs.replace(WANTED.key, generation=2)))(existing)
+    assert same_artifact(WANTED)(existing)
+    assert not same_artifact(replace(WANTED, key=msgspec.structs.replace(WANTED.key, generation=2)))(existing)
 
 
 def test_one_plan_with_two_outcomes_is_told(store: ObjectStore) -> None:
     data, _ = write_chunk(PAGES, WANTED)
     store.put(KEY, data)
     with pytest.raises(Corruption):
-        adopts(replace(WANTED, covered_lsn=101))(ExistingObject(store, store.head(KEY)))
+        same_artifact(replace(WANTED, covered_lsn=101))(ExistingObject(store, store.head(KEY)))
 
 
 def test_what_is_damaged_or_foreign_is_not_adopted(store: ObjectStore) -> None:
@@ -75,6 +75,6 @@ def test_what_is_damaged_or_foreign_is_not_adopted(store: ObjectStore) -> None:
     for foreign in (b"hello", data[:-1], data[:-20] + bytes(20)):
         store.put(KEY, foreign)
         with pytest.raises(Corruption) as raised:
-            store.put(KEY, data, create_only=True, identity=adopts(WANTED))
+            store.put(KEY, data, create_only=True, identity=same_artifact(WANTED))
         assert raised.value.where["object"] == KEY
         assert store.get(KEY) == foreign

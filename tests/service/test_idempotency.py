@@ -19,7 +19,7 @@ from quire.manifest.records import DbKind, DbRecord, JobKind, JobState
 from quire.service import channel
 from quire.service import messages as m
 from quire.service.client import Client, connect
-from quire.service.idempotency import once
+from quire.service.idempotency import run_once
 from quire.service.wire import read_answer, write_call
 from quire.store.store import Store
 from tests.service.conftest import Start
@@ -179,13 +179,13 @@ def test_two_of_the_same_call_at_once_are_one(store: Store, server: Any) -> None
     assert len(store.manifest.snapshots.of("shop")) == 1
 
 
-# ── `once` itself ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── `run_once` itself ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def keyed(store: Store) -> Callable[..., Any]:
     manifest = store.manifest
 
     def run(key: bytes, do: Callable[[], Any], action: str = "make") -> Any:
-        return once(manifest, key, action, (RegisterDb,), lambda op: op.db_id, do, lambda told: ("again", told))
+        return run_once(manifest, key, action, (RegisterDb,), lambda op: op.db_id, do, lambda told: ("again", told))
 
     return run
 

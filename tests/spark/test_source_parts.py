@@ -28,7 +28,7 @@ from quire.manifest.records import DbKind, DbRecord
 from quire.spark.access import access_of, options_of
 from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
-from quire.spark.sources.views import LocatedVersion, ViewPiece, dealt, opened
+from quire.spark.sources.views import LocatedVersion, ViewPiece, balanced_groups, opened
 from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered, row_batches
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.row_changes import RowChange, merged
@@ -157,11 +157,11 @@ def test_operations_are_told_as_everywhere() -> None:
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_pieces_are_dealt_evenly() -> None:
     pieces: list[ViewPiece[int]] = [ViewPiece(None, number, number % 13 * 100) for number in range(200)]  # type: ignore[arg-type]
-    heaps = dealt(pieces, 7)
+    heaps = balanced_groups(pieces, 7)
     assert sorted(piece.part for heap in heaps for piece in heap) == list(range(200))
     loads = [sum(piece.size_bytes for piece in heap) for heap in heaps]
     assert max(loads) < 1.1 * min(loads)
-    assert dealt([], 7) == []
+    assert balanced_groups([], 7) == []
 
 
 def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import quire
 from quire.core.errors import ManifestDamaged
 from quire.durable.files import OsDisk
 from quire.store.info import StoreReader
-from quire.store.layout import DirectoryState, look
+from quire.store.layout import DirectoryState, directory_state
 from quire.testing.faults import LOUD, Fault, FaultyDisk, PowerCut
 from tests.store.conftest import assert_sound
 
@@ -40,7 +40,7 @@ def test_a_creation_that_fails_at_any_step_can_be_repeated(tmp_path: Path, fault
             assert fault is Fault.POWER_CUT
         except quire.StorageFault:
             assert disk.fired
-        if look(OsDisk(), str(root)) is not DirectoryState.STORE:
+        if directory_state(OsDisk(), str(root)) is not DirectoryState.STORE:
             assert disk.fired
             with pytest.raises(quire.StoreNotFound):
                 quire.open(root, "r")

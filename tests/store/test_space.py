@@ -126,13 +126,13 @@ def test_what_people_are_shown_is_what_du_says(mixed: Path) -> None:
 
 
 def test_the_dashboard_and_metrics_say_the_same(mixed: Path) -> None:
-    from quire.service.web.dashboard_state import Sight
+    from quire.service.web.dashboard_state import WatchedStore
     from quire.service.web.metrics import StoreCollector
     from quire.service.web.overview import overview
     from quire.store.why import why
 
     with quire.open(mixed) as store:
-        sight = Sight(store, why)
+        sight = WatchedStore(store, why)
         shown = overview(sight)
         given = _du(mixed)
         assert _is_near(shown["space"]["total_bytes"], given)

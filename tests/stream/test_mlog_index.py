@@ -16,7 +16,18 @@ from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFac
 from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_reader import Chunk, load_chunk
 from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot
-from quire.stream.mlog_states import NOTHING, RULES, STATES, TABLE, Event, State, after, code_of, is_valid, tiers_of
+from quire.stream.mlog_states import (
+    NOTHING,
+    RULES,
+    STATES,
+    TABLE,
+    Event,
+    State,
+    code_of,
+    is_valid,
+    next_state,
+    tiers_of,
+)
 from tests.stream.logs import same_state
 from tests.stream.stories import Story
 
@@ -39,7 +50,7 @@ def test_the_table_is_the_rules() -> None:
     for event in Event:
         for code, state in enumerate(STATES):
             assert code_of(state) == code
-            expected = code_of(after(state, event)) if is_valid(state, event) else -1
+            expected = code_of(next_state(state, event)) if is_valid(state, event) else -1
             assert TABLE[event][code] == expected
     assert set(RULES) == set(Event)
 
@@ -49,7 +60,7 @@ def reachable() -> set[State]:
     while edge:
         state = edge.pop()
         for event in Event:
-            if is_valid(state, event) and (new := after(state, event)) not in found:
+            if is_valid(state, event) and (new := next_state(state, event)) not in found:
                 found.add(new)
                 edge.append(new)
     return found
@@ -73,7 +84,7 @@ def test_what_the_table_promises_whatever_its_lines_say() -> None:
             if name in ("UPLOAD_FAILED", "UPLOAD_DONE"):
                 assert remote != "UPLOADING", "what was begun can end"
             continue
-        new = after(state, event)
+        new = next_state(state, event)
         if name == "RETIRED":
             assert remote in ("NONE", "DELETED"), "an object would be left that nobody knows"
             assert new == NOTHING

@@ -59,7 +59,7 @@ def write_base(
     sink.recorder.watch_renames()
     try:
         hit("archive.base.begun")
-        for event in everything(manifest, disk, root, sink.recorder, partial(sink.artifact, first)):
+        for event in base_records(manifest, disk, root, sink.recorder, partial(sink.artifact, first)):
             held.append(event)
             size += event.size_bytes()
             if size >= OBJECT_BYTES:
@@ -72,7 +72,7 @@ def write_base(
     return BaseEvent(first.number, tuple(parts))
 
 
-def everything(
+def base_records(
     manifest: ManifestStore, disk: Disk, root: str, recorder: Recorder, artifact: ArtifactOf
 ) -> Iterator[AnyEvent]:
     """The manifest's rows, then directories and files."""

@@ -225,7 +225,7 @@ def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]
     yield from _ahead(read, base.parts)
 
 
-def continues(header: Header, events: list[AnyEvent]) -> bool:
+def is_continuous(header: Header, events: list[AnyEvent]) -> bool:
     """Whether an object holds everything since the one before it; behind a break only a base helps."""
     return header.restorable == header.position.number and not any(isinstance(event, BreakEvent) for event in events)
 

@@ -223,12 +223,12 @@ class RecordedFile(FileLayer, DirectFile):
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
         if self._queue.is_open:
-            self._queue.append(written(self.number, offset, data))
+            self._queue.append(write_event(self.number, offset, data))
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         write_synced(self._inner, data, offset)
         if self._queue.is_open:
-            self._queue.append(written(self.number, offset, data))
+            self._queue.append(write_event(self.number, offset, data))
 
     def begin_write_back(self, size: int, offset: int) -> None:
         begin_write_back(self._inner, size, offset)
@@ -265,7 +265,7 @@ class ArtifactFile(FileLayer, DirectFile):
         self._recorder.completed(self.path)
 
 
-def written(number: int, offset: int, data: bytes | bytearray | memoryview) -> AnyEvent:
+def write_event(number: int, offset: int, data: bytes | bytearray | memoryview) -> AnyEvent:
     """The event of bytes that were written; a copy, because callers use their buffers again."""
     if len(data) >= len(ZEROS) and is_zero(data):
         return ZeroEvent(number, offset, len(data))
@@ -297,7 +297,7 @@ def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = Non
         events: list[AnyEvent] = [CreateEvent(number, relative)]
         for offset in range(0, size, PIECE_BYTES):
             if data := file.read_at(min(PIECE_BYTES, size - offset), offset):
-                events.append(written(number, offset, data))
+                events.append(write_event(number, offset, data))
         events.append(ReserveEvent(number, size))
         return events
     finally:

@@ -218,14 +218,14 @@ def changes_elsewhere(store: ObjectStore, store_id: str, position: Position) -> 
     newest = None
     for epoch in epochs(store, store_id):
         if epoch == position.epoch:
-            newest = max(missed(store, store_id, position), default=newest)
+            newest = max(objects_behind(store, store_id, position), default=newest)
         elif epoch > position.epoch:
             last, _ = _end_of(store, store_id, epoch)
             newest = last if last.epoch == epoch else newest
     return newest
 
 
-def missed(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:
+def objects_behind(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:
     """The log objects of an epoch behind a position: what a directory restored to it does not have."""
     log = owner_log(store, store_id, position.epoch)
     yield from (behind for behind in log.positions if behind > position)

@@ -150,10 +150,10 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
         if then and store.manifest.jobs.outstanding(db_id, JobKind[then]):
             bench.run(JobKind[then], db_id)
         names = names_of(store.manifest, [job])
-    return Note(text=sentence(job, database), data=job_json(job, names))
+    return Note(text=result_text(job, database), data=job_json(job, names))
 
 
-def sentence(job: Job, database: str) -> str:
+def result_text(job: Job, database: str) -> str:
     """What a checkpoint or merge did."""
     if job.state.name == "PENDING":
         return f"the {job.kind.name.lower()} of {database} was postponed; see `quire jobs show {job.job_id}`"

@@ -135,9 +135,9 @@ def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[st
                 output.show(result.shown)
             return result.code
         except StoreLocked as locked:
-            from quire.cli.remote import done_there
+            from quire.cli.remote import run_at_owner
 
-            return done_there(body, cli, arguments, locked)
+            return run_at_owner(body, cli, arguments, locked)
     except BrokenPipeError:
         return pipe_closed()
     except SystemExit as end:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from quire.cli.archive import state_text
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
-from quire.cli.formatting import behind_text, count_of, here, size, span
+from quire.cli.formatting import behind_text, count_of, local_moment, size, span
 from quire.cli.manifest import RESTORE, unreadable
 from quire.cli.output import CliResult, Listing, ListingRow
 from quire.core.clock import SystemClock
@@ -50,7 +50,7 @@ from quire.service.sockets import find_owner
 from quire.spark.java import find_java
 from quire.sqlite.c_extensions import leaves_build, shim_build
 from quire.store.info import archive_beside
-from quire.store.layout import DirectoryState, existing_config, look, objects_url, read_config
+from quire.store.layout import DirectoryState, directory_state, existing_config, objects_url, read_config
 from quire.store.mirrors import mirror_statuses
 from quire.store.object_access import open_place
 from quire.store.object_access import options_of as place_options
@@ -123,11 +123,11 @@ def _store_findings(
 ) -> Iterator[CheckResult]:
     yield _probed("disk", lambda: _disk(root))
     store = _probed(
-        "store", lambda: _store(root) if named or look(OsDisk(), root) is DirectoryState.STORE else NO_STORE
+        "store", lambda: _store(root) if named or directory_state(OsDisk(), root) is DirectoryState.STORE else NO_STORE
     )
     yield store
     try:
-        is_store = look(OsDisk(), root) is DirectoryState.STORE
+        is_store = directory_state(OsDisk(), root) is DirectoryState.STORE
     except QuireError:
         is_store = False  # the row above says why
     if not is_store:
@@ -245,7 +245,7 @@ def _owner(lock: str) -> CheckResult:
     owner = holder(lock)
     if owner is None:
         return CheckResult("owner", "warn", "a process owns the store; the lock file does not say which")
-    since = here(owner.since_ms, CLOCK.now_ms())
+    since = local_moment(owner.since_ms, CLOCK.now_ms())
     return CheckResult("owner", "ok", f"process {owner.pid} on {owner.host} since {since}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.cli.formatting import here, in_words, visible
+from quire.cli.formatting import in_words, local_moment, visible
 from quire.core import errors as e
 from quire.core.clock import SystemClock
 from quire.core.json_values import plain
@@ -98,5 +98,5 @@ def _breaks_rules(error: e.QuireError) -> bool:
 
 def _coordinate(name: str, value: Any) -> str:
     if name.endswith("_ms") and isinstance(value, int):
-        return f"{name.removesuffix('_ms')} {here(value, SystemClock().now_ms())}"
+        return f"{name.removesuffix('_ms')} {local_moment(value, SystemClock().now_ms())}"
     return f"{name}={value!r}" if isinstance(value, str) else f"{name}={in_words(value)}"

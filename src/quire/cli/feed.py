@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
-from quire.cli.formatting import count_of, moment, pairs, span, telling
+from quire.cli.formatting import count_of, moment, non_default_fields, pairs, span
 from quire.cli.lookup import Follow, Yes
 from quire.cli.output import CliResult, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
@@ -122,7 +122,7 @@ def summary(record: ChangeRecord) -> str:
     """What a batch did, in a line: one operation with its fields, several by their number."""
     if len(record.operations) == 1:
         (op,) = record.operations
-        shown = {name: value for name, value in telling(op).items() if isinstance(value, str | int | float)}
+        shown = {name: value for name, value in non_default_fields(op).items() if isinstance(value, str | int | float)}
         if "record" in op.__struct_fields__:
             name = getattr(getattr(op, "record", None), "name", "")
             shown.update({"name": name} if name else {})

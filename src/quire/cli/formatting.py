@@ -25,7 +25,7 @@ SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has them whole."""
 
 
-def telling(record: msgspec.Struct) -> dict[str, Any]:
+def non_default_fields(record: msgspec.Struct) -> dict[str, Any]:
     """The fields of a record that differ from their defaults."""
     defaults = {field.name: field.default for field in fields(type(record)) if not field.required}
     shown: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def moment(at_ms: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000)) if at_ms else "never"
 
 
-def here(at_ms: int, now_ms: int) -> str:
+def local_moment(at_ms: int, now_ms: int) -> str:
     """A moment in local time, with its age."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_ms / 1000))} ({span(now_ms - at_ms)} ago)"
 

@@ -14,7 +14,7 @@ from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.urls import check_url
 from quire.store.config_edit import change_config
-from quire.store.layout import DirectoryState, look
+from quire.store.layout import DirectoryState, directory_state
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
@@ -53,7 +53,7 @@ def init(
         check_url(object_store)
         # refuses what cannot work, before anything is made
         open_store(object_store, options=options_of(reached, "objects")).close()
-    exists = look(OsDisk(), target) is DirectoryState.STORE
+    exists = directory_state(OsDisk(), target) is DirectoryState.STORE
     settings = StoreSettings(object_store=object_store, objects=reached) if object_store else None
     with quire.open(target, "r" if exists else "rw", settings=settings) as store:
         if not exists:

@@ -188,7 +188,7 @@ def tags_of(given: list[str], *, reserved: str = "", what: str = "tag") -> dict[
     return tags
 
 
-def settled(store: Store | Client, name: str) -> DatabaseInfo:
+def recover_wal(store: Store | Client, name: str) -> DatabaseInfo:
     """A database, its WAL in order: what an owner that crashed has left open is recovered first.
 
     A snapshot of now must see the last commit, and nobody in this process has opened the database yet. A live owner that we

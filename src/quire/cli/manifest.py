@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli import manifest_log
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import chain_text, count_of, in_words, pairs, telling
+from quire.cli.formatting import chain_text, count_of, in_words, non_default_fields, pairs
 from quire.cli.output import STEP_ROWS, CliResult, Listing, ListingRow
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
 from quire.core.json_values import plain
@@ -264,7 +264,7 @@ def _row(key: dict[str, Any], record: Any) -> ListingRow:
     if isinstance(record, LeafRecord) and (chains := _chains(key["leaf"], record.entries)) is not None:
         data["chains"] = {str(slot): plain(chain) for slot, chain in chains.items()}
         return ListingRow([pairs(key), _in_runs(chains, key["origin_db_id"])], data)
-    return ListingRow([pairs(key), pairs(telling(record))], data)
+    return ListingRow([pairs(key), pairs(non_default_fields(record))], data)
 
 
 def _chains(number: int, entries: bytes) -> Leaf | None:

@@ -13,7 +13,7 @@ from quire.cli.formatting import visible
 from quire.cli.output import Look, wrapped
 from quire.core.errors import InvalidInput
 
-ELSEWHERE: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
+REMOTE_ANSWER: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
 """Set while this process runs a command for a client: what the person there answered, or "" before that."""
 
 
@@ -37,7 +37,7 @@ class Declined(Exception):
 
 def on_terminal() -> bool:
     """Whether a person watches: progress is for them."""
-    return ELSEWHERE.get() is None and sys.stderr.isatty()
+    return REMOTE_ANSWER.get() is None and sys.stderr.isatty()
 
 
 def confirm(question: str, otherwise: str, data: Any) -> None:
@@ -48,7 +48,7 @@ def confirm(question: str, otherwise: str, data: Any) -> None:
 
 def agreed(question: str, otherwise: str) -> bool:
     """Ask on stderr: stdout belongs to the command's value."""
-    if (answer := ELSEWHERE.get()) is not None:
+    if (answer := REMOTE_ANSWER.get()) is not None:
         if not answer:
             raise Question(question, otherwise)
         return answer == "yes"

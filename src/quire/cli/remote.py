@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.command import Cli, result_of
 from quire.cli.job_progress import Display
 from quire.cli.output import Look, Note, json_parts, text_parts
-from quire.cli.prompts import ELSEWHERE, Question, agreed, on_terminal
+from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
 from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
@@ -88,7 +88,7 @@ LOOK_SECONDS = 0.1
 
 
 # ── here ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def done_there(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], locked: StoreLocked) -> int:
+def run_at_owner(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], locked: StoreLocked) -> int:
     """Have a command done by the process that has the store, and write what came of it; the exit code."""
     function = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
     if not _is_listed(function):
@@ -197,7 +197,7 @@ def run_here(store: Store, command: RemoteCommand) -> CommandResult:
         raise InvalidInput("the owner does not run this command", hint="stop the owner first", command=command.function)
     module, _, name = command.function.partition(".")
     body = getattr(import_module(f"quire.cli.{module}"), name)
-    before = ELSEWHERE.set(command.answer)
+    before = REMOTE_ANSWER.set(command.answer)
     try:
         result = result_of(body, AtOwner(store.path, command.as_json, store), json.loads(command.arguments))
         shown, look = result.shown, Look(command.width, command.colours)
@@ -207,7 +207,7 @@ def run_here(store: Store, command: RemoteCommand) -> CommandResult:
     except Question as question:
         return CommandResult(question=question.question, otherwise=question.otherwise)
     finally:
-        ELSEWHERE.reset(before)
+        REMOTE_ANSWER.reset(before)
 
 
 def _joined(parts: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.formatting import count_of, short
-from quire.cli.lookup import VersionRef, need_pages, settled, version_of
+from quire.cli.lookup import VersionRef, need_pages, recover_wal, version_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.core.errors import EpochLost, NotFound, OutOfRange
 from quire.core.ids import Epoch
@@ -64,7 +64,7 @@ def _opened(store: Store, database: str, text: str, closing: ExitStack) -> tuple
             else store.pages.open_published_at(db_id, _at(version))
         )
     else:
-        settled(store, database)
+        recover_wal(store, database)
         opened = store.pages.open(database)
         opened.wal.sync()
         reader = opened.open_snapshot() if version.at is None else opened.open_snapshot(at=_at(version))

@@ -22,7 +22,7 @@ from quire.cli.lookup import (
     Yes,
     need_no_number,
     need_pages,
-    settled,
+    recover_wal,
     snapshot_named,
     tags_of,
     title_of,
@@ -67,7 +67,7 @@ def create(
     if tag:
         tags = tags_of(tag, reserved=SCHEDULE_TAG)
     with cli.keeper() as store:
-        settled(store, database)
+        recover_wal(store, database)
         created = store.snapshot(database, name, tags=tags)
     return Note(text=f"created snapshot {title_of(created)} of {database}", data=snapshot_json(created, database))
 
@@ -94,7 +94,7 @@ def fork(
         version = version_of(store, database, at)
         if version.at is not None:
             need_pages(info, "can be forked between snapshots")
-        settled(store, database)
+        recover_wal(store, database)
         tags = tags_of(tag or [], reserved="")
         snapshot_id = version.snapshot.snapshot_id if version.snapshot else None
         created = store.fork(database, new, at=version.at or snapshot_id, tags=tags)
@@ -115,7 +115,7 @@ def rollback(
     """
     with cli.owner() as store:
         version = version_of(store, database, to)
-        settled(store, database)
+        recover_wal(store, database)
         snapshot = version.snapshot
         done = store.rollback(database, to=snapshot.name or snapshot.anchor_lsn if snapshot else version.at or to)
     if not done.snapshot:

@@ -17,9 +17,9 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size, visible
 from quire.cli.job_progress import Bars
-from quire.cli.lookup import At, Database, Log, log_to, need_pages, settled, version_of
+from quire.cli.lookup import At, Database, Log, log_to, need_pages, recover_wal, version_of
 from quire.cli.output import CliResult, Note, Report, until_interrupted
-from quire.cli.prompts import ELSEWHERE
+from quire.cli.prompts import REMOTE_ANSWER
 from quire.core.errors import InvalidInput, StoreLocked
 from quire.core.json_values import plain
 from quire.service.sockets import find_owner
@@ -86,7 +86,7 @@ def export(
     with cli.owner(upkeep=True) as store:
         need_pages(store.database(database), "can be exported")
         version = version_of(store.manifest, database, at)
-        settled(store, database)
+        recover_wal(store, database)
         with Bars(in_bytes=True) as bars:
             done = export_file(
                 store.pages,
@@ -123,7 +123,7 @@ def follow(
     if not interval >= INTERVAL_SECONDS_MIN:
         hint = f"use {INTERVAL_SECONDS_MIN} or more"
         raise InvalidInput("`--interval` is too short", hint=hint, given=interval)
-    if ELSEWHERE.get() is not None and not once:
+    if REMOTE_ANSWER.get() is not None and not once:
         with cli.owner() as store:
             kept = store.followers.follow(file, name, interval_seconds=interval)
         text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` stops it"
@@ -188,7 +188,7 @@ def shell(
         version = version_of(store.manifest, database, at)
         beside = store.mode == "r"
         if not beside:
-            settled(store, database)
+            recover_wal(store, database)
         wanted = version.at if version.snapshot is None else version.snapshot.name or version.snapshot.anchor_lsn
         connection = store.sqlite(database, at=wanted)
         served = _served(cli, database, closing) if beside and not at else None

@@ -9,7 +9,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.audit import WORDS
-from quire.cli.checkpoint import sentence
+from quire.cli.checkpoint import result_text
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.gc import at_zero
 from quire.cli.jobs import state_text, summary
@@ -100,7 +100,7 @@ def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
     """The WAL becomes chunks: a job, which is what `quire checkpoint shop` runs."""
     guide.title("Checkpoint", "the WAL becomes immutable chunks, or deltas over them")
     job = store.checkpoint(SHOP)
-    guide.say(sentence(job, SHOP), "" if job.state.name == "SUCCEEDED" else "31")
+    guide.say(result_text(job, SHOP), "" if job.state.name == "SUCCEEDED" else "31")
     with store.manifest.read() as txn:
         chain = " + ".join(f"{link.kind.name.lower()}:{link.generation}" for link in txn.chain(job.db_id, 0))
     shop = store.sqlite(SHOP)

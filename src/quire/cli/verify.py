@@ -19,7 +19,7 @@ from quire.cli.job_progress import Bench, failure_of
 from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Report
 from quire.core.time_parsing import parse_duration
-from quire.manifest.verification import told
+from quire.manifest.verification import file_problems
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
@@ -95,7 +95,7 @@ def _verdict(
     if logs:
         facts["manifest logs"] = "; ".join(logs[:LISTED])
 
-    files = told(result)
+    files = file_problems(result)
     if not result["complete"]:
         facts["not read"] = "manifest, logs and key-value databases: the time was over"
     if swept:

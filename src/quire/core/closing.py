@@ -8,7 +8,7 @@ from typing import Protocol, Self
 from quire.core.errors import QuireError
 
 
-class Closes(Protocol):
+class Closable(Protocol):
     """What can be closed."""
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class AbandonedOnError:
             self.abandon()
 
 
-def close_all(resources: Iterable[Closes]) -> None:
+def close_all(resources: Iterable[Closable]) -> None:
     """Close everything; the first failure is raised after all of it is closed."""
     failures: list[QuireError] = []
     for resource in resources:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.stream.engine import StreamEngine
 
 
-def allow() -> None:
+def no_fencing() -> None:
     """Nobody else could be writing."""
 
 
@@ -82,7 +82,7 @@ class JobContext:
     """Who deletes objects: nobody else can (A3)."""
     pages: PagesOfStore | None = None
     """The page engine; `None` where there is none."""
-    before_put: Callable[[], None] = allow
+    before_put: Callable[[], None] = no_fencing
     """Raises if this process may not put objects any more. Object stores of this process ask by themselves; a job whose tasks
     put elsewhere asks before they start, and before it publishes what they wrote."""
     kv: Callable[[], KvEngine] | None = None

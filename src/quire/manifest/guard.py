@@ -110,7 +110,7 @@ class _OfThisThread(threading.local):
 _THREADS = _OfThisThread()
 
 
-def mine() -> Doorbell | None:
+def thread_doorbell() -> Doorbell | None:
     """The doorbell of the calling thread, made when it is first needed; `None` if the process has no descriptor left for it."""
     if _THREADS.doorbell is None:
         try:
@@ -254,7 +254,7 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         bell.refuse_writer()
         if bell.failure is not None and not self.done:
             raise bell.failure.with_traceback(None)
-        doorbell, before = mine(), self.waiter
+        doorbell, before = thread_doorbell(), self.waiter
         try:
             if doorbell is not None and bell.join(self, doorbell):
                 self._sleep(doorbell, timeout)

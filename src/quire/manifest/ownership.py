@@ -39,7 +39,9 @@ MEND_ROUNDS = 2
 """Rows that are restored show what else is wrong: then that is mended too."""
 
 
-def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, dict[Counter, int], Sequence[str]]:
+def take_ownership(
+    env: ManifestEnv, clock: Clock, *, repair: bool
+) -> tuple[ManifestWriter, dict[Counter, int], Sequence[str]]:
     """The writer, started; the next id of each counter; and what is left to look at (recount.py). `repair` checks everything,
     and first mends what can be recomputed."""
     migrate(env, clock)

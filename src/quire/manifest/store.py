@@ -51,7 +51,7 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
-from quire.manifest.ownership import close_broken, next_ids, own
+from quire.manifest.ownership import close_broken, next_ids, take_ownership
 from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import WINDOW_TAG, Compression, DbKind, DbRecord, DbStatus, NamespaceRecord
 from quire.manifest.recount import Recount
@@ -129,7 +129,7 @@ class ManifestStore:
                     refuse_newer(txn._txn, env)
                 # Readers hand out no ids, and a damaged manifest must open for `manifest check`.
                 return cls(env, clock, None, {})
-            writer, next_ids, left = own(env, clock, repair=repair)
+            writer, next_ids, left = take_ownership(env, clock, repair=repair)
             try:
                 manifest = cls(env, clock, writer, next_ids, left=left)
                 manifest.leases.load()

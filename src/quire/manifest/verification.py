@@ -27,12 +27,12 @@ class LastVerification:
     """What it found in files that have no row; artifacts have their own."""
 
 
-def told(result: dict[str, Any]) -> list[str]:
+def file_problems(result: dict[str, Any]) -> list[str]:
     """What is wrong with files that are no artifacts, by a job's result; a line each."""
     return [f"{problem['kind']} {problem['path']}: {problem['what']}" for problem in result.get("problems", [])]
 
 
-def borrows(key: ArtifactKey, row: Any) -> bool:
+def shares_bytes(key: ArtifactKey, row: Any) -> bool:
     """Whether an artifact's bytes are another's."""
     if key.kind is not ArtifactKind.BASE or not row.suffix:
         return False
@@ -44,7 +44,7 @@ def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
     """(key, row) of every artifact that has bytes, each once: at its origin."""
     for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
         key = ArtifactKey(origin, ArtifactKind.BASE, slot, generation)
-        if not borrows(key, chunk):
+        if not shares_bytes(key, chunk):
             yield key, chunk
     for (origin, slot, generation, number), delta in txn.scan(t.CHUNK_DELTA_INDEX):
         yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), delta
@@ -70,5 +70,5 @@ def last_verification(txn: ReadTxn) -> LastVerification | None:
         if job is not None and job.kind is JobKind.VERIFY and not job.db_id and job.result:
             result = msgspec.msgpack.decode(job.result)
             if result.get("complete") and "problems" in result:
-                last = LastVerification(job.finished_at_ms, [*result.get("logs", []), *told(result)])
+                last = LastVerification(job.finished_at_ms, [*result.get("logs", []), *file_problems(result)])
     return last

@@ -379,7 +379,7 @@ class Ownership:
     def _end(self, epoch: int, session: int, owner: OwnerObject | None, known: OwnerFile | None) -> StoreFenced:
         """This directory is behind: the store is told, and the file remembers, so that the next opening is refused at once."""
         successor = f"{epoch:08x}.{session:08x}"
-        self._fenced = error = behind(self._root, self._epoch, known, successor, _told(owner))
+        self._fenced = error = superseded_owner(self._root, self._epoch, known, successor, _told(owner))
         self._mark(known, successor, _told(owner))
         self._fence(error)
         return error
@@ -475,7 +475,9 @@ def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root:
     return f"{newest[0]:08x}.{newest[1]:08x} ({_told(newest[2])})"
 
 
-def behind(root: str, epoch: int, known: OwnerFile | None, successor: str, successor_text: str) -> StoreFenced:
+def superseded_owner(
+    root: str, epoch: int, known: OwnerFile | None, successor: str, successor_text: str
+) -> StoreFenced:
     """The error for a directory that is not the newest owner of its bucket."""
     session = known.session if known is not None else 0
     which = "this directory is a copy, an old backup, or was copied"
@@ -487,7 +489,7 @@ def refuse_fenced(disk: Disk, root: str, epoch: int) -> None:
     """Raise `StoreFenced` if the directory remembers that it is behind."""
     record = read_file(disk, root)
     if record is not None and record.epoch == epoch and record.successor:
-        raise behind(root, epoch, record, record.successor, record.successor_text)
+        raise superseded_owner(root, epoch, record, record.successor, record.successor_text)
 
 
 def _read(store: ObjectStore, key: str) -> OwnerObject | None:

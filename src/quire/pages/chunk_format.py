@@ -465,7 +465,7 @@ def load_footer(
     """Fetch and check the footer of an object of this size; `expect` is the artifact it should be."""
     if not OBJECT_BYTES_MIN <= size_bytes <= OBJECT_BYTES_MAX:
         raise damaged("no chunk has this size: it was cut short, or is something else", name, size_bytes=size_bytes)
-    footer, tail = believed(lambda: _load(read_range, size_bytes, name))
+    footer, tail = read_twice(lambda: _load(read_range, size_bytes, name))
     check_expected(footer.identity, expect, name)
     return footer, tail
 
@@ -502,7 +502,7 @@ def read_exactly(read_range: ReadRange, offset: int, length: int, name: str) -> 
     return data
 
 
-def believed(step: Callable[[], T]) -> T:
+def read_twice(step: Callable[[], T]) -> T:
     """What `step` reads and checks, at the second try if the first finds damage."""
     try:
         return step()

@@ -215,7 +215,7 @@ def identity_of(existing: ExistingObject) -> ChunkIdentity:
     return footer.identity
 
 
-def adopts(wanted: ChunkIdentity) -> Identity:
+def same_artifact(wanted: ChunkIdentity) -> Identity:
     """For `ObjectStore.put(…, identity=…)`: true for the same artifact made by the same plan."""
 
     def is_wanted(existing: ExistingObject) -> bool:

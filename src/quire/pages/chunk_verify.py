@@ -31,11 +31,11 @@ from quire.pages.chunk_format import (
     ChunkFooter,
     FramePlace,
     ReadRange,
-    believed,
     damaged,
     decode_header,
     load_footer,
     read_exactly,
+    read_twice,
     unpack_frame,
 )
 from quire.pages.chunk_reader import PIECE_BYTES
@@ -150,7 +150,7 @@ class _Pass:
             return data
 
         try:
-            self.sha256.update(believed(checked))
+            self.sha256.update(read_twice(checked))
         except (Corruption, Incompatible) as error:
             yield _problem("C2", error)
             self._hash(0, HEADER_BYTES)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import Generic, TypeVar
 
-from quire.core.closing import Closes
+from quire.core.closing import Closable
 from quire.service.frames import FrameError
 
 IDLE_MAX = 16
@@ -30,7 +30,7 @@ class CallTimedOut(Exception):  # never leaves the client's channel
     """The answer did not come in time."""
 
 
-C = TypeVar("C", bound=Closes)
+C = TypeVar("C", bound=Closable)
 
 
 class Carrier(Generic[C]):

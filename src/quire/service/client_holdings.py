@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from quire.core.clock import Clock
-from quire.core.closing import Closes
+from quire.core.closing import Closable
 from quire.core.errors import LeaseExpired, Overloaded, QuireError
 from quire.core.events import emit
 
@@ -84,7 +84,7 @@ class Holdings:
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, client: str, kind: str, value: Closes) -> str:
+    def add(self, client: str, kind: str, value: Closable) -> str:
         """Hold something for a client; its id (rule 3)."""
         holding = Holding(secrets.token_hex(16), client, kind, value, now := self._clock.monotonic(), now)
         with self._lock:

@@ -54,7 +54,7 @@ from quire.service.commands import CommandHandlers
 from quire.service.handlers_data import DataHandlers
 from quire.service.handlers_jobs import JobHandlers
 from quire.service.handlers_sql import SqlHandlers
-from quire.service.idempotency import once
+from quire.service.idempotency import run_once
 from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
 from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
@@ -152,11 +152,11 @@ class Handlers:
         def do() -> Any:
             return self._store.create(request.name, request.kind, tags=request.tags, namespace=request.namespace)
 
-        return once(self._manifest, call.key, "create", (RegisterDb,), _db_id, do, self._by_id)
+        return run_once(self._manifest, call.key, "create", (RegisterDb,), _db_id, do, self._by_id)
 
     def do_rename(self, request: m.Rename, call: CallContext) -> Any:
         rename = partial(self._store.rename, request.old, request.new)
-        return once(self._manifest, call.key, "rename", (RenameDb,), _db_id, rename, self._by_id)
+        return run_once(self._manifest, call.key, "rename", (RenameDb,), _db_id, rename, self._by_id)
 
     def do_fork(self, request: m.Fork, call: CallContext) -> Any:
         def do() -> Any:
@@ -164,14 +164,14 @@ class Handlers:
                 request.name, request.new_name, at=request.at, tags=request.tags, compression=request.compression
             )
 
-        return once(self._manifest, call.key, "fork", (ForkDb,), _db_id, do, self._by_id)
+        return run_once(self._manifest, call.key, "fork", (ForkDb,), _db_id, do, self._by_id)
 
     def do_rollback(self, request: m.Rollback, call: CallContext) -> RolledBack:
         def again(kept: dict[str, Any]) -> RolledBack:
             return RolledBack(database=request.name, **kept)
 
         do = partial(self._store.rollback, request.name, to=request.to)
-        return once(self._manifest, call.key, "rollback", (RecordRollback,), msgspec.structs.asdict, do, again)
+        return run_once(self._manifest, call.key, "rollback", (RecordRollback,), msgspec.structs.asdict, do, again)
 
     def do_status(self, request: m.SetStatus, _: CallContext) -> Any:
         return self._store.set_status(request.name, request.status)
@@ -187,11 +187,11 @@ class Handlers:
             return self._store.drop(request.name, snapshots=request.snapshots, undoable=request.undoable)
 
         again = partial(msgspec.convert, type=DatabaseInfo)
-        return once(self._manifest, call.key, "drop", (DropDb, SoftDropDb), lambda _: dropped[-1], do, again)
+        return run_once(self._manifest, call.key, "drop", (DropDb, SoftDropDb), lambda _: dropped[-1], do, again)
 
     def do_undrop(self, request: m.Undrop, call: CallContext) -> Any:
         undrop = partial(self._store.undrop, request.name, new_name=request.new_name)
-        return once(self._manifest, call.key, "undrop", (UndropDb,), _db_id, undrop, self._by_id)
+        return run_once(self._manifest, call.key, "undrop", (UndropDb,), _db_id, undrop, self._by_id)
 
     def do_purge(self, request: m.OfDropped, call: CallContext) -> DroppedDatabase:
         dropped: list[DroppedDatabase] = []
@@ -202,7 +202,7 @@ class Handlers:
             return self._store.purge(db_id)
 
         again: Callable[[Any], DroppedDatabase] = partial(msgspec.convert, type=DroppedDatabase)
-        return once(self._manifest, call.key, "purge", (DropDb,), lambda _: dropped[-1], do, again)
+        return run_once(self._manifest, call.key, "purge", (DropDb,), lambda _: dropped[-1], do, again)
 
     def do_dropped(self, _: m.Nothing, __: CallContext) -> list[DroppedDatabase]:
         return self._store.dropped()
@@ -220,7 +220,7 @@ class Handlers:
             return op.db_id, op.snapshot_id
 
         do = partial(self._store.snapshot, request.name, request.snapshot, tags=request.tags)
-        return once(
+        return run_once(
             self._manifest, call.key, "snapshot.create", (PublishSnapshot,), ids, do,
             lambda kept: self._manifest.snapshots.get(*kept),
         )  # fmt: skip
@@ -234,14 +234,14 @@ class Handlers:
 
         again: Callable[[Any], SnapshotInfo] = partial(msgspec.convert, type=SnapshotInfo)
         kinds = (DropSnapshot, SoftDropSnapshot)
-        return once(self._manifest, call.key, "snapshot.drop", kinds, lambda _: dropped[-1], do, again)
+        return run_once(self._manifest, call.key, "snapshot.drop", kinds, lambda _: dropped[-1], do, again)
 
     def do_snapshot_undrop(self, request: m.UndropOneSnapshot, call: CallContext) -> SnapshotInfo:
         def ids(op: UndropSnapshot) -> tuple[int, int]:
             return op.db_id, op.snapshot_id
 
         do = partial(self._store.undrop_snapshot, request.db, request.snapshot, new_name=request.new_name)
-        return once(
+        return run_once(
             self._manifest, call.key, "snapshot.undrop", (UndropSnapshot,), ids, do,
             lambda kept: self._manifest.snapshots.get(*kept),
         )  # fmt: skip
@@ -477,7 +477,7 @@ class Handlers:
 
         cursors, ttl = self._manifest.feed, request.ttl_seconds
         do = partial(cursors.register, start, name=request.name, ttl_seconds=ttl, max_lag=request.max_lag)
-        return once(self._manifest, call.key, "feed.register", (RegisterCursor,), cursor_id, do, cursors.cursor)
+        return run_once(self._manifest, call.key, "feed.register", (RegisterCursor,), cursor_id, do, cursors.cursor)
 
     def do_feed_acknowledge(self, request: m.Acknowledge, _: CallContext) -> None:
         self._manifest.feed.acknowledge(request.cursor, request.upto)
@@ -487,7 +487,7 @@ class Handlers:
 
     def do_feed_drop(self, request: m.OfCursor, call: CallContext) -> None:
         drop = partial(self._manifest.feed.drop, request.cursor)
-        once(self._manifest, call.key, "feed.drop", (DropCursor,), _nothing, drop, _nothing)
+        run_once(self._manifest, call.key, "feed.drop", (DropCursor,), _nothing, drop, _nothing)
 
 
 # ── what is kept with keys ────────────────────────────────────────────────────────────────────────────────────────────

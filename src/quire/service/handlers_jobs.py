@@ -32,7 +32,7 @@ from quire.manifest.records import JobKind, JobState
 from quire.pages.remote import RemoteReader
 from quire.service import messages as m
 from quire.service.api import CallContext, StoreApi
-from quire.service.idempotency import once
+from quire.service.idempotency import run_once
 
 
 class JobHandlers:
@@ -64,7 +64,7 @@ class JobHandlers:
         def do() -> int:
             return start(store.context, request.kind, store.database(request.name).db_id)
 
-        job_id = once(self._manifest, call.key, "start", (EnqueueJob,), _job_id, do, _same)
+        job_id = run_once(self._manifest, call.key, "start", (EnqueueJob,), _job_id, do, _same)
         record = jobs.get(job_id).record
         with self._lock:
             if not self._closed:  # else it stays in the queue
@@ -105,7 +105,7 @@ class JobHandlers:
                 job_id=request.job_id,
             )
 
-        return once(self._manifest, call.key, "jobs.enqueue", (EnqueueJob,), _job_id, do, _same)
+        return run_once(self._manifest, call.key, "jobs.enqueue", (EnqueueJob,), _job_id, do, _same)
 
     def do_jobs_claim(self, request: m.Claim, call: CallContext) -> Job | None:
         jobs, worker = self._manifest.jobs, _remote(request.worker)
@@ -119,7 +119,7 @@ class JobHandlers:
             job = jobs.get(job_id)
             return job if job.lease is not None and job.lease.worker == worker else None
 
-        return once(self._manifest, call.key, "jobs.claim", (StartJob,), _job_id, do, again)
+        return run_once(self._manifest, call.key, "jobs.claim", (StartJob,), _job_id, do, again)
 
     def do_jobs_renew(self, request: m.RenewJob, _: CallContext) -> None:
         jobs = self._manifest.jobs
@@ -137,7 +137,7 @@ class JobHandlers:
             job = self._attempt(request.job_id, request.attempt)
             self._manifest.jobs.complete(job, result, ops=request.ops, after=request.after)
 
-        once(self._manifest, call.key, "jobs.complete", (CompleteJob,), _nothing, do, _nothing)
+        run_once(self._manifest, call.key, "jobs.complete", (CompleteJob,), _nothing, do, _nothing)
 
     def do_jobs_fail(self, request: m.Fail, call: CallContext) -> JobState:
         def do() -> JobState:
@@ -147,21 +147,21 @@ class JobHandlers:
         def tell(op: CompleteJob | RequeueJob) -> int:
             return int(op.state if isinstance(op, CompleteJob) else JobState.PENDING)
 
-        return once(self._manifest, call.key, "jobs.fail", (CompleteJob, RequeueJob), tell, do, JobState)
+        return run_once(self._manifest, call.key, "jobs.fail", (CompleteJob, RequeueJob), tell, do, JobState)
 
     def do_jobs_defer(self, request: m.Defer, call: CallContext) -> None:
         def do() -> None:
             self._manifest.jobs.defer(self._attempt(request.job_id, request.attempt), request.until_ms)
 
-        once(self._manifest, call.key, "jobs.defer", (RequeueJob,), _nothing, do, _nothing)
+        run_once(self._manifest, call.key, "jobs.defer", (RequeueJob,), _nothing, do, _nothing)
 
     def do_jobs_cancel(self, request: m.OfJob, call: CallContext) -> None:
         cancel = partial(self._manifest.jobs.cancel, request.job_id)
-        once(self._manifest, call.key, "jobs.cancel", (CompleteJob,), _nothing, cancel, _nothing)
+        run_once(self._manifest, call.key, "jobs.cancel", (CompleteJob,), _nothing, cancel, _nothing)
 
     def do_jobs_retry(self, request: m.OfJob, call: CallContext) -> int:
         retry = partial(self._manifest.jobs.retry, request.job_id)
-        return once(self._manifest, call.key, "jobs.retry", (EnqueueJob,), _job_id, retry, _same)
+        return run_once(self._manifest, call.key, "jobs.retry", (EnqueueJob,), _job_id, retry, _same)
 
     # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_reader_open(self, request: m.OpenReader, call: CallContext) -> RemoteReader:
@@ -174,7 +174,7 @@ class JobHandlers:
         def again(ids: tuple[int, int]) -> RemoteReader:
             return self._store.pages.renew_reader(*ids)
 
-        return once(self._manifest, call.key, "reader.open", (PutReader,), tell, do, again)
+        return run_once(self._manifest, call.key, "reader.open", (PutReader,), tell, do, again)
 
     def do_reader_renew(self, request: m.OfReader, _: CallContext) -> RemoteReader:
         return self._store.pages.renew_reader(request.db_id, request.reader_id)

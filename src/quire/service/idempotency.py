@@ -36,7 +36,7 @@ class KeptAnswer(msgspec.Struct, frozen=True, array_like=True):
     value: Any
 
 
-def once(
+def run_once(
     manifest: ManifestStore,
     key: bytes,
     action: str,

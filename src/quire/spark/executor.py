@@ -204,7 +204,7 @@ def _joined(
         return TaskResult(key, error=error)
 
 
-def teller(site: Site, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
+def numbered_mapper(site: Site, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
     """Tasks → what they find, number by number; an error comes without a number."""
 
     def run(batches: Batches) -> Batches:

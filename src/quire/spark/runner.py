@@ -52,8 +52,8 @@ from quire.spark.executor import (
     batch_of,
     joiner,
     mapper,
+    numbered_mapper,
     splitter,
-    teller,
 )
 from quire.spark.sessions import is_connect, make_active
 
@@ -166,7 +166,7 @@ class SparkRunner:
             return
         sent: list[Row] = [(0, 0, 0, TASK, _pickled(task)) for task in tasks]
         pairs = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(
-            teller(self._site, tell), _schema(FOUND_DDL)
+            numbered_mapper(self._site, tell), _schema(FOUND_DDL)
         )
         if len(expected):  # an empty table would have no partition at all
             table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})

@@ -23,7 +23,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.sqlite.dbfile import MAGIC
-from quire.sqlite.importing import STEP_BYTES, Progress, quiet
+from quire.sqlite.importing import STEP_BYTES, Progress, no_progress
 
 VERSIONS = slice(18, 20)
 """Of the header: what a writer and a reader must know; 1 is a rollback journal, 2 a write-ahead log."""
@@ -55,7 +55,7 @@ def export_file(
     at: At | None = None,
     force: bool = False,
     check: bool = False,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
     """Write a database as it is, was at a snapshot, or was `at` an lsn, an epoch or a time, to a SQLite file."""

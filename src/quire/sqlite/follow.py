@@ -40,7 +40,15 @@ from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.transaction import PageGuard, WriteTxn
 from quire.sqlite.dbfile import FileSource, Signature, open_if_there, open_source, signature_of, size_and_time
-from quire.sqlite.importing import Progress, bring, bring_some, name_for, quiet, require_page_size, target_for
+from quire.sqlite.importing import (
+    Progress,
+    bring_some,
+    import_source,
+    name_for,
+    no_progress,
+    require_page_size,
+    target_for,
+)
 from quire.sqlite.walfile import (
     FRAME_HEAD,
     FRAME_HEAD_BYTES,
@@ -206,7 +214,7 @@ class Follower:
         name: str = "",
         disk: Disk | None = None,
         clock: Clock | None = None,
-        progress: Progress = quiet,
+        progress: Progress = no_progress,
     ) -> None:
         """`root` is the store's directory; `name` is that of the database, made if need be: else as the file is called."""
         # constant after construction
@@ -319,7 +327,7 @@ class Follower:
             self.done.patches += 1
             self.done.pages += brought.changed_pages
             return None
-        brought = bring(target, source, self._progress)
+        brought = import_source(target, source, self._progress)
         self.done.compares += 1
         self.done.pages += brought.changed_pages
         emit("info", "sqlite.follow.compared", path=self.path, **asdict(brought))

@@ -71,11 +71,11 @@ class Brought:
     """Of all pages; empty where only some were looked at."""
 
 
-def quiet(_: str, __: int, ___: int) -> None:
+def no_progress(_: str, __: int, ___: int) -> None:
     """For who wants no progress."""
 
 
-def bring(target: PageStore, source: ImportedPages, progress: Progress = quiet) -> Brought:
+def import_source(target: PageStore, source: ImportedPages, progress: Progress = no_progress) -> Brought:
     """Make the database what the source is, in one commit that is durable when this returns."""
     step = max(STEP_BYTES // source.page_size, 1)
     digest = hashlib.sha256()
@@ -94,7 +94,7 @@ def bring(target: PageStore, source: ImportedPages, progress: Progress = quiet) 
 
 
 def bring_some(target: PageStore, source: ImportedPages, pages: Iterable[int]) -> Brought:
-    """As `bring`, where only some pages can have changed."""
+    """As `import_source`, where only some pages can have changed."""
     step = max(STEP_BYTES // source.page_size, 1)
     wanted = sorted(page for page in set(pages) if page < source.size_pages)
     changed = 0
@@ -121,7 +121,7 @@ def _commit(txn: WriteTxn, size_pages: int) -> PageGuard:
     return txn.commit()
 
 
-def verify(target: PageStore, brought: Brought, progress: Progress = quiet) -> None:
+def verify(target: PageStore, brought: Brought, progress: Progress = no_progress) -> None:
     """Read the version back and compare."""
     with target.open_snapshot(at=brought.lsn) as reader:
         digest = hash_of(reader, progress) if reader.size_pages == brought.size_pages else f"{reader.size_pages} pages"
@@ -136,7 +136,7 @@ def verify(target: PageStore, brought: Brought, progress: Progress = quiet) -> N
         )
 
 
-def hash_of(reader: Snapshot, progress: Progress = quiet) -> str:
+def hash_of(reader: Snapshot, progress: Progress = no_progress) -> str:
     """SHA-256 of all pages of a version."""
     digest = hashlib.sha256()
     step = max(STEP_BYTES // reader.page_size, 1)
@@ -180,7 +180,7 @@ def import_file(
     name: str = "",
     *,
     lock: bool = True,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
 ) -> Imported:
     """Import a SQLite database with its -wal, as `name`, else as the file is called. See the rules above.
 
@@ -192,7 +192,7 @@ def import_file(
         size_pages = source.size_pages  # reads the log, and refuses what is cut off, before anything is made
         target, created = target_for(manifest, pages, name, source.page_size)
         try:
-            brought = bring(target, source, progress)
+            brought = import_source(target, source, progress)
             verify(target, brought, progress)
         except BaseException:
             if created:

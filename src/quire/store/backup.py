@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zstandard
 
-from quire.archive.base_writer import everything
+from quire.archive.base_writer import base_records
 from quire.archive.clones import CLOCK_MS
 from quire.archive.format import (
     NO_DIGEST,
@@ -197,7 +197,7 @@ def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, pro
             )
         return copies.file(path, relative, os.stat(path).st_ino, log)
 
-    for event in everything(store.manifest, disk, store.path, store.backup_recorder.recorder, artifact):
+    for event in base_records(store.manifest, disk, store.path, store.backup_recorder.recorder, artifact):
         held.append(event)
         size += event.size_bytes()
         if size >= OBJECT_BYTES:
@@ -493,7 +493,7 @@ class _Layers:
             place.close()
 
 
-def bring(
+def copy_into(
     url: str,
     place: ObjectStore,
     store_id: str,

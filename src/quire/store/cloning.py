@@ -45,11 +45,11 @@ from quire.objects.ownership import read_file
 from quire.store import layout, object_access, opening
 from quire.store.restoring import (
     Progress,
-    correct,
+    correct_rows,
+    no_progress,
     open_written,
     quiet_settings,
     replay_point,
-    silent,
     write_config,
 )
 
@@ -98,7 +98,7 @@ def clone(
     started = time.monotonic()
     disk, clock = disk or OsDisk(), clock or SystemClock()
     root = os.path.abspath(os.fspath(directory))
-    if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
+    if layout.directory_state(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="clone into a new directory", path=root)
     url, store_id = _source(disk, os.fspath(source), store_id)
     clone_id = str(uuid4())
@@ -112,8 +112,8 @@ def clone(
                 raise InvalidInput("the moment has left the archive's window", hint="clone a later one", at=point.at_ms)
             disk.make_dirs(root)
             with Replay(disk, root) as replay:
-                replay_point(bucket, point, replay, progress or silent)
-                correct(replay, root, url)
+                replay_point(bucket, point, replay, progress or no_progress)
+                correct_rows(replay, root, url)
                 with replay.rows().read() as txn:
                     if txn.current_namespace()[1].legacy:
                         hint = "run `quire takeover` on it once, then clone it"
@@ -154,7 +154,7 @@ def clone(
 
 def _source(disk: Disk, source: str, store_id: str) -> tuple[str, str]:
     """(URL, store_id) of what is cloned: a URL, or a store's directory."""
-    if "://" in source or layout.look(disk, os.path.abspath(source)) is not layout.DirectoryState.STORE:
+    if "://" in source or layout.directory_state(disk, os.path.abspath(source)) is not layout.DirectoryState.STORE:
         return source if "://" in source else os.path.abspath(source), store_id
     root = os.path.abspath(source)
     settings = layout.existing_config(disk, root)

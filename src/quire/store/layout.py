@@ -59,7 +59,7 @@ class DirectoryState(Enum):
     STORE = "a store"
 
 
-def look(disk: Disk, root: str) -> DirectoryState:
+def directory_state(disk: Disk, root: str) -> DirectoryState:
     """What is at `root`; raises for what must not become a store."""
     try:
         root.encode()
@@ -102,7 +102,7 @@ def not_found(root: str) -> StoreNotFound:
     return StoreNotFound("no store found", hint=hint, path=root)
 
 
-def foreign(root: str) -> InvalidInput:
+def not_empty(root: str) -> InvalidInput:
     """The error for making a store where other files are."""
     hint = "use a new or an empty directory"
     return InvalidInput("the directory is not empty and is not a store", hint=hint, path=root)
@@ -174,7 +174,7 @@ def existing_config(disk: Disk, root: str) -> StoreSettings:
 
 def need_store(disk: Disk, root: str) -> None:
     """Raise `StoreNotFound` if there is no store at `root`."""
-    if look(disk, root) is not DirectoryState.STORE:
+    if directory_state(disk, root) is not DirectoryState.STORE:
         raise not_found(root)
 
 

@@ -47,7 +47,7 @@ def open_place(txn: ReadTxn, root: str, settings: StoreSettings, url: str = "") 
     return open_store(url, options=options_of(txn, settings, url))
 
 
-def remember(manifest: ManifestStore, place: str) -> None:
+def record_location(manifest: ManifestStore, place: str) -> None:
     """Write the place down, durably."""
     manifest.submit([SetObjectPlace(place)]).result()
 
@@ -81,7 +81,7 @@ def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
             place=place,
             first=missing[0],
         )
-    remember(ctx.manifest, place)
+    record_location(ctx.manifest, place)
     return len(expected)
 
 

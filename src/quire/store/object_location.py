@@ -71,7 +71,7 @@ def needs_owner(root: str, place: str) -> bool:
     return not place.startswith("memory://") and not is_inside(root, place)
 
 
-def remembered(txn: ReadTxn) -> str:
+def recorded_location(txn: ReadTxn) -> str:
     """The place that the manifest knows; empty before the first object."""
     row = txn.get(t.META, t.OBJECT_PLACE)
     return row.text if row is not None else ""
@@ -79,7 +79,7 @@ def remembered(txn: ReadTxn) -> str:
 
 def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
     """Refuse a quire.toml that names another place."""
-    known, configured = remembered(txn), place_of(root, settings.object_store)
+    known, configured = recorded_location(txn), place_of(root, settings.object_store)
     if known and known != configured:
         hint = (
             f'put `object_store = "{known}"` back into quire.toml; or copy all objects to the new place and run '

@@ -96,17 +96,19 @@ def _open_owner(
     discard: bool,
     moved: bool,
 ) -> Store:
-    state = layout.look(disk, root)
+    state = layout.directory_state(disk, root)
     if state is not layout.DirectoryState.STORE and not create:
         raise layout.not_found(root)
     if state is layout.DirectoryState.FOREIGN:
-        raise layout.foreign(root)
+        raise layout.not_empty(root)
     if state is layout.DirectoryState.NOTHING:
         layout.make_directory(disk, root)
     refuse_standby(disk, root)
     lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
     try:
-        state = layout.look(disk, root)  # again: before we had the lock another process may have been making the store
+        state = layout.directory_state(
+            disk, root
+        )  # again: before we had the lock another process may have been making the store
         if state is layout.DirectoryState.EMPTY:
             layout.write_config(disk, root, given.object_store if given else "")
         settings = layout.read_config(disk, root, given)

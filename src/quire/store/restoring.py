@@ -26,10 +26,10 @@ from quire.archive.format import NO_DIGEST, AnyEvent, Header, Position
 from quire.archive.log_reader import (
     RestorePoint,
     base_events,
-    continues,
     epochs,
     find,
     header_of,
+    is_continuous,
     log_events,
     the_store,
 )
@@ -50,7 +50,7 @@ from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.manifest.store import ManifestStore
 from quire.objects.ownership import OwnerFile, newest_owner, write_file
 from quire.store import layout, object_location, opening
-from quire.store.backup import bring, open_backup, read_index
+from quire.store.backup import copy_into, open_backup, read_index
 from quire.store.config_edit import Value, change_config
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ def restore(
     owner.
     """
     started = time.monotonic()
-    disk, clock = disk or OsDisk(), clock or SystemClock()
+    disk, clock, progress = disk or OsDisk(), clock or SystemClock(), progress or no_progress
     if takeover and at_ms is not None:
         hint = "run `quire takeover --discard`"
         raise InvalidInput("a restore into the past does not take over by itself", hint=hint)
     url = url if "://" in url else os.path.abspath(url)  # quire.toml's paths are relative to the store
     root = os.path.abspath(os.fspath(directory))
-    if layout.look(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
+    if layout.directory_state(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
     bucket = open_backup(url, options=options)
     try:
@@ -119,14 +119,14 @@ def restore(
             raise InvalidInput("a restored backup is a store of its own", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
-            digest, count, size = replay_point(bucket, point, replay, progress or silent)
+            digest, count, size = replay_point(bucket, point, replay, progress)
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
             home = url
             if index is not None:  # a backup: all that it has is brought here, and the place it was read from may go
                 home = ""
-                bring(url, bucket, point.store_id, index, replay, root, options=options, progress=progress or silent)
-            correct(replay, root, home, is_backup=index is not None)
+                copy_into(url, bucket, point.store_id, index, replay, root, options=options, progress=progress)
+            correct_rows(replay, root, home, is_backup=index is not None)
             write_config(disk, root, home, options if index is None else None)
             replay.settle()
             origin = _origin(point, bucket.url, digest) if index is None else None
@@ -159,7 +159,7 @@ def _origin(point: RestorePoint, url: str, digest: bytes) -> Origin:
     return Origin(store_id=point.store_id, url=url, position=point.position, digest=digest, at_ms=point.at_ms)
 
 
-def silent(step: str, done: int, total: int) -> None:
+def no_progress(step: str, done: int, total: int) -> None:
     """Nobody looks."""
 
 
@@ -197,7 +197,7 @@ def _seal(
     chain = [True]
 
     def overtaken(header: Header, _: bytes, events: list[AnyEvent]) -> None:
-        chain[0] = chain[0] and continues(header, events)
+        chain[0] = chain[0] and is_continuous(header, events)
         if chain[0]:
             replay.apply(events)
 
@@ -273,7 +273,7 @@ def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None =
 
 
 # ── rows that speak of the former machine ─────────────────────────────────────────────────────────────────────────────
-def correct(replay: Replay, root: str, url: str, *, is_backup: bool = False) -> None:
+def correct_rows(replay: Replay, root: str, url: str, *, is_backup: bool = False) -> None:
     """Hot copies of chunks did not come; objects are where they were read from; the feed begins with its first change."""
     rows = replay.rows()
     with rows.read() as txn:

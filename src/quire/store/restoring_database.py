@@ -78,7 +78,7 @@ def restore_database(
     progress: Progress | None = None,
 ) -> RestoredDatabase:
     """Copy one database out of an archive or backup; see `Store.restore_db`."""
-    began, new, progress = time.monotonic(), new or name, progress or restoring.silent
+    began, new, progress = time.monotonic(), new or name, progress or restoring.no_progress
     url = url or store.objects_url
     with store.manifest.read() as txn:
         options, own_id = options_of(txn, store.settings, url), txn.store_id()
@@ -142,7 +142,7 @@ def _copy_pages(
         if not version.lsn:
             return 0, hashlib.sha256().hexdigest()
         pages = store.pages.open(target.db_id, page_size=version.page_size)
-        brought = importing.bring(pages, _Pages(version), progress)
+        brought = importing.import_source(pages, _Pages(version), progress)
         importing.verify(pages, brought, progress)
     return brought.size_pages, brought.sha256
 

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
 from quire.archive.kept_files import KeptFiles
-from quire.archive.log_reader import RestorePoint, continues, epochs, find, header_of, log_positions, the_store
+from quire.archive.log_reader import RestorePoint, epochs, find, header_of, is_continuous, log_positions, the_store
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import Replay
 from quire.archive.sealing import seal
@@ -70,11 +70,11 @@ from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout, opening
 from quire.store.restoring import (
     Progress,
-    correct,
+    correct_rows,
+    no_progress,
     open_written,
     quiet_settings,
     replay_point,
-    silent,
     write_config,
 )
 
@@ -143,7 +143,7 @@ class Standby:
         self.standby_id = str(uuid4())
         """A new one each time: a heartbeat that names it was written after it was registered."""
         self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
-        self._progress = progress or silent
+        self._progress = progress or no_progress
         self._options = options
         self._bucket = open_store(self.url, options=options)
         # the standby's thread's own
@@ -178,7 +178,7 @@ class Standby:
     def _begin(self, store_id: str) -> StandbyState:
         state = read_standby_state(self._disk, self.path)
         if state is None:
-            if layout.look(self._disk, self.path) is not layout.DirectoryState.EMPTY:
+            if layout.directory_state(self._disk, self.path) is not layout.DirectoryState.EMPTY:
                 hint = "use a new or an empty directory; a store that was promoted is opened, not followed into"
                 raise InvalidInput("the directory is not empty and not a standby", hint=hint, path=self.path)
             state = StandbyState(store_id=store_id or the_store(self._bucket), url=self.url)
@@ -323,7 +323,7 @@ class Standby:
         header, events = decode_object(data, key)
         if header.parent_digest != state.digest:
             raise Corruption("the archive's log is not the one that was followed", key=key)
-        if header.kind is Kind.SEAL or not continues(header, events):
+        if header.kind is Kind.SEAL or not is_continuous(header, events):
             self._waits_for_base = True
             return self._rebuild_if_newer()
         self._apply(header, sha256(data).digest(), events)
@@ -401,7 +401,7 @@ class Standby:
         self._disk.make_dirs(staged)
         with Replay(self._disk, staged) as replay:
             digest, objects, _ = replay_point(self._bucket, point, replay, self._progress)
-            correct(replay, self.path, self.url)
+            correct_rows(replay, self.path, self.url)
             with replay.rows().read() as txn:
                 oldest = txn.feed_bounds()[0]
             for part in PARTS:
@@ -509,7 +509,7 @@ class Standby:
         chain = [not self._waits_for_base]
 
         def overtaken(header: Header, digest: bytes, events: list[AnyEvent]) -> None:
-            chain[0] = chain[0] and continues(header, events)
+            chain[0] = chain[0] and is_continuous(header, events)
             if chain[0]:
                 self._apply(header, digest, events)
 

@@ -20,7 +20,7 @@ from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbRecord, SnapshotRecord, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.manifest.verification import borrows
+from quire.manifest.verification import shares_bytes
 from quire.store.exclusive_artifacts import exclusive, leaf_key, segment_key
 
 Keys = Tally[ArtifactKey]
@@ -68,7 +68,7 @@ def _usage(
     sums, tiers = Tally[str](), Tally[str]()
     for key in {*_named(txn, leaves), *shown}:
         row = txn.artifact(key)
-        if row is None or borrows(key, row):
+        if row is None or shares_bytes(key, row):
             continue
         size, is_wal = artifact_bytes(row), key.kind is ArtifactKind.WAL
         sums["artifacts"] += 1

@@ -20,7 +20,7 @@ from quire.core.ids import Epoch
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
 from quire.jobs.archive_window import ArchiveWindow
-from quire.jobs.context import JobContext, allow
+from quire.jobs.context import JobContext, no_fencing
 from quire.jobs.enqueue import has_open_segment
 from quire.jobs.leftovers import has_dropped_streams
 from quire.jobs.locations import StorePool
@@ -245,7 +245,7 @@ class Wiring:
                 collector=self.collector,
                 settings=self._settings.maintenance,
                 pages=self.pages,
-                before_put=self.rights.before_put if not self._manifest.read_only else allow,
+                before_put=self.rights.before_put if not self._manifest.read_only else no_fencing,
                 kv=lambda: self.kv,
                 streams=lambda: self.streams,
                 runners=Runners(self._spark, self._settings.maintenance.runner),

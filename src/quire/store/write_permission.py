@@ -44,7 +44,7 @@ class ObjectRights:
         self._refusal = ""
         with manifest.read() as txn:
             epoch, store_id, legacy = txn.owner_epoch(), txn.store_id(), txn.current_namespace()[1].legacy
-            self._is_written_down = object_location.remembered(txn) == self._place
+            self._is_written_down = object_location.recorded_location(txn) == self._place
         self._epoch = epoch
         self._ownership = (
             Ownership(
@@ -79,7 +79,7 @@ class ObjectRights:
         if not self._is_written_down:
             with self._lock:
                 if not self._is_written_down:
-                    object_access.remember(self._manifest, self._place)
+                    object_access.record_location(self._manifest, self._place)
                     self._is_written_down = True
 
     def refuse(self, reason: str) -> None:

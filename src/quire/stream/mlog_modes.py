@@ -42,7 +42,7 @@ from quire.stream.mlog_records import (
     UploadFailed,
     UploadStarted,
 )
-from quire.stream.mlog_states import NOTHING, Event, Hot, Life, Remote, State, Warm, after, is_valid
+from quire.stream.mlog_states import NOTHING, Event, Hot, Life, Remote, State, Warm, is_valid, next_state
 
 
 class Mode(StrEnum):
@@ -229,7 +229,7 @@ def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Even
         if reached(state):
             return ways[state]
         for event in Event:
-            if not is_valid(state, event) or (new := after(state, event)) in ways:
+            if not is_valid(state, event) or (new := next_state(state, event)) in ways:
                 continue
             if goal is None or new.life is not Life.ABSENT:  # the id of a retired segment does not come back
                 ways[new] = (*ways[state], event)

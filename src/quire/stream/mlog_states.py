@@ -180,7 +180,7 @@ def is_valid(state: State, event: Event) -> bool:
     return TABLE[event][_CODES[state]] >= 0
 
 
-def after(state: State, event: Event) -> State:
+def next_state(state: State, event: Event) -> State:
     """The state an allowed event leads to."""
     assert is_valid(state, event), (state, event)
     return STATES[TABLE[event][_CODES[state]]]

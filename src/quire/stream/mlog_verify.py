@@ -49,7 +49,7 @@ from quire.stream.mlog_recovery import RecoveredLog, local_facts, objects_apart,
 from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.state import believed_end
-from quire.stream.witnesses import Witness, behind, held_above
+from quire.stream.witnesses import Witness, held_above, missing_from_log
 
 
 class LogProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +168,7 @@ def verify(
             )
         yield from _state(recovered, object_exists)
         if witness is not None and closed is not None:
-            for what in behind(recovered.index, witness, held=held, closed_records=closed):
+            for what in missing_from_log(recovered.index, witness, held=held, closed_records=closed):
                 yield LogProblem(rule="L8", what=f"the log is behind: {what}")
         yield from _retention(files, recovered, settings or ManifestLogSettings())
     if objects is not None and not broken:

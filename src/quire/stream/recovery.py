@@ -48,7 +48,7 @@ from quire.stream.segment_events import Ledger, bring_up, facts_of_index, fold, 
 from quire.stream.segments import StreamSegment
 from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, Dictionaries, WarmReader
-from quire.stream.witnesses import behind, held_above, holding, refused
+from quire.stream.witnesses import held_above, log_behind_error, missing_from_log, segment_extent
 
 REPAIR = "restore it from a copy, or see what `quire stream repair` can recover"
 
@@ -144,7 +144,7 @@ def open_checked(
             log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects, collect=collect)
             why = log_behind(files, log, projection, state)
         if why:
-            raise refused(projection.name(), files.stream_id, why)
+            raise log_behind_error(projection.name(), files.stream_id, why)
         newest = max([log.index.snapshot_id, *at.snapshots()])
         log.objects = state.remember_begin(objects, log.committed.chunk_index, newest)
     except BaseException:
@@ -159,7 +159,7 @@ def log_behind(files: StreamFiles, log: ManifestLog, projection: StreamProjectio
         return []
     witness = projection.witness()
     held = held_above(files, max(witness.last_segment, log.index.opened_max))
-    return list(behind(log.index, witness, held=held, closed_records=state.stored.log_records))
+    return list(missing_from_log(log.index, witness, held=held, closed_records=state.stored.log_records))
 
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -325,7 +325,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
         if segment.is_hot or segment.is_warm or segment.is_remote or segment.is_going:
             return None  # the log gave this copy up when there was another, or has not finished making it
         return "the log has no copy of its segment"
-    held = holding(files, tier, segment_id)
+    held = segment_extent(files, tier, segment_id)
     if held is None:
         return "not a known segment, nor a sound file of one"
     if held.base_record == held.end_record:

@@ -227,7 +227,7 @@ class Ledger:
 
     def going(self) -> list[int]:
         """Segments that retention has begun to take, by the truth."""
-        return going(self.index)
+        return being_deleted(self.index)
 
     # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def switch(self, mode: Mode) -> None:
@@ -330,10 +330,10 @@ def fold(index: ManifestIndex, value: Payload, segment_id: int, offset: int, tim
 def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
     """Append what brings a log that has missed something up to the truth; how many records."""
     view, wanted = view_of(index), facts_of_index(index)
-    known = set(going(log.index))
+    known = set(being_deleted(log.index))
     leaving = [
         segment
-        for segment_id in going(index)
+        for segment_id in being_deleted(index)
         if segment_id not in known and (segment := view.get(segment_id)) is not None
     ]
     for segment in leaving:  # first to where there is an object that can go, and under its name
@@ -364,7 +364,7 @@ def _logical_offset(value: Payload, segment: StreamSegment | None) -> int:
     return segment.durable_bytes if isinstance(value, LocalEvicted) else 0
 
 
-def going(index: ManifestIndex) -> list[int]:
+def being_deleted(index: ManifestIndex) -> list[int]:
     """Segments of an index whose objects are being deleted, or are, and which are not retired yet."""
     gone = (Remote.DELETING, Remote.DELETED)
     return [segment_id for segment_id, entry in index.entries.items() if STATES[entry[0]].remote in gone]

@@ -382,13 +382,13 @@ class Dictionaries:
         """What to compress this segment with."""
         frames = _frames(raw, segment)
         self._since_training += 1
-        if self._newest.id and pays(self._newest, frames, segment.cut):
+        if self._newest.id and is_worthwhile(self._newest, frames, segment.cut):
             return self._newest
         if self._since_training < TRY_EVERY or len(frames) < 2:
             return NO_DICTIONARY
         self._since_training = 0
         trained = self._train(raw, segment)
-        if trained.id and pays(trained, frames[1::2], segment.cut):
+        if trained.id and is_worthwhile(trained, frames[1::2], segment.cut):
             self._newest, self._next_id = trained, trained.id + 1
             return trained
         return NO_DICTIONARY
@@ -404,7 +404,7 @@ class Dictionaries:
         return Dictionary(self._next_id, body)
 
 
-def pays(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes: int) -> bool:
+def is_worthwhile(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes: int) -> bool:
     """Whether a segment of which these are samples gets smaller by enough."""
     total = sum(map(len, frames))
     if not total:

@@ -77,7 +77,7 @@ def witness_of(rows: Mapping[int, WalRecord], last_segment: int) -> Witness:
 def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
     """What is in the files of segments that have no row yet; a file that cannot be read holds nothing here."""
     files_found = (
-        holding(files, tier, segment_id)
+        segment_extent(files, tier, segment_id)
         for tier in Tier
         for segment_id in files.segments(tier)
         if segment_id > last_segment
@@ -85,7 +85,7 @@ def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
     return [held for held in files_found if held is not None]
 
 
-def holding(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | None:
+def segment_extent(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | None:
     """What the file of a segment holds; `None` if it is not this segment's, or not sound."""
     path = files.segment(tier, segment_id)
     try:
@@ -104,7 +104,7 @@ def holding(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | No
     return UnknownFile(tier, segment_id, base, end) if whose == (files.stream_id, segment_id) else None
 
 
-def behind(
+def missing_from_log(
     index: ManifestIndex, witness: Witness, *, held: Iterable[UnknownFile] = (), closed_records: int = 0
 ) -> Iterator[str]:
     """What a log does not know and should; nothing if it agrees with its witnesses."""
@@ -140,7 +140,7 @@ def _differs(info: SegmentInfo, row: KnownSegment) -> str | None:
     return None
 
 
-def refused(name: str, stream_id: int, why: list[str]) -> Corruption:
+def log_behind_error(name: str, stream_id: int, why: list[str]) -> Corruption:
     """The error of a stream whose log is behind."""
     more = f" (and {len(why) - TOLD_MAX} more)" if len(why) > TOLD_MAX else ""
     return Corruption(

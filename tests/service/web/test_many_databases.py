@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.service.web import changes, metrics, overview
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.manifest.rows_read import RowsRead
@@ -18,12 +18,12 @@ from tests.service.web.world import Asker
 FEW, MANY = 1_200, 3_600
 
 
-def _feed(sight: Sight) -> Any:
+def _feed(sight: WatchedStore) -> Any:
     with sight.manifest.read() as txn:
         return changes.recent(txn, 10)
 
 
-VIEWS: dict[str, Callable[[Sight], Any]] = {
+VIEWS: dict[str, Callable[[WatchedStore], Any]] = {
     "overview": overview.overview,
     "databases": lambda sight: overview.databases(sight, limit=50),
     "lineage": lambda sight: overview.lineage(sight, limit=50),

@@ -50,7 +50,7 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency
 from quire.manifest.row_image import RowImage
-from quire.manifest.verification import artifacts, borrows
+from quire.manifest.verification import artifacts, shares_bytes
 from quire.objects.api import ObjectStore
 
 GRACE_MS = 3_600_000
@@ -327,7 +327,7 @@ def _take_retired(first: _First, txn: ReadTxn) -> None:
 
 
 def _take_row(first: _First, txn: ReadTxn, key: ArtifactKey, row: Any) -> None:
-    if row is None or borrows(key, row) or getattr(row, "origin_db_id", key.origin_db_id) != key.origin_db_id:
+    if row is None or shares_bytes(key, row) or getattr(row, "origin_db_id", key.origin_db_id) != key.origin_db_id:
         return  # removed in the same cut, or another artifact's bytes
     own = first.store.url
     namespace = txn.namespace(row.namespace_id) if row.namespace_id else None

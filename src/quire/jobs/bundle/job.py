@@ -21,7 +21,7 @@ from typing import Any
 from quire.core.errors import QuireError, StoreClosed, StoreUnusable, UnknownDatabase, WrongKind
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.jobs.bundle.run import Looked, LookTask, MakeTask, look, make
+from quire.jobs.bundle.run import Looked, LookTask, MakeTask, list_log_objects, make
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.manifest.jobqueue import Job
@@ -37,13 +37,13 @@ def bundle_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Make the bundles that are due, and retire what they hold."""
     given = options(job, runner="", period_seconds=0.0)
     with ctx.manifest.read() as txn:
-        tasks = looks(ctx, txn, job.db_id, given["period_seconds"] or ctx.bundle_seconds)
+        tasks = listing_tasks(ctx, txn, job.db_id, given["period_seconds"] or ctx.bundle_seconds)
     assert ctx.streams is not None, "a worker of a store has the stream engine"
     total: dict[str, Any] = {"streams": len(tasks), "bundles": 0, "records": 0, "bytes": 0, "retired": 0, "failed": []}
     first: QuireError | None = None
     logs: list[Looked] = []
     runner = ctx.choose_runner(given["runner"], len(tasks) * STREAM_BYTES, label="quire-bundle")
-    for answer in runner.map(look, tasks, tick=progress):
+    for answer in runner.map(list_log_objects, tasks, tick=progress):
         if answer.error is not None:
             first = _note(total, tasks[answer.key].stream_id, answer.error, first)
         else:
@@ -90,7 +90,7 @@ STREAM_BYTES = 1 << 20
 """What looking at one stream counts for when a runner is chosen: from 256 streams on it is Spark's, if that is left open."""
 
 
-def looks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> list[LookTask]:
+def listing_tasks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> list[LookTask]:
     """One task for each log; `db_id` 0: of all streams."""
     now = ctx.clock.now_ms()
     tasks = []

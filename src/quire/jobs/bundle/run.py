@@ -45,7 +45,7 @@ class MakeTask:
     task: BundleTask
 
 
-def look(task: LookTask, tools: Tools) -> Looked:
+def list_log_objects(task: LookTask, tools: Tools) -> Looked:
     """List the objects of one log and read its newest snapshot."""
     objects = LogObjects(tools.open_store(task.url), task.stream_id, task.prefixes)
     due = plan(objects, now_ms=task.now_ms, period_seconds=task.period_seconds)

@@ -37,7 +37,7 @@ from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
 from quire.pages.chunk_copy import PageRows, copy_pages, packed
 from quire.pages.chunk_format import ChunkIdentity
-from quire.pages.chunk_reader import ChunkReader, adopts, check_chain
+from quire.pages.chunk_reader import ChunkReader, check_chain, same_artifact
 from quire.pages.chunk_verify import describe
 from quire.pages.chunk_writer import ChunkInfo, ChunkWriter
 from quire.pages.segment import FRAME_CHECKED_BYTES, FRAME_HEAD_BYTES, ZERO
@@ -131,7 +131,7 @@ def write_slot(
     body = b"".join(parts)
     parts.clear()  # the second copy goes before the slow part begins
     # Not hashed once more before it is put: the writer has hashed these very bytes, and every part has a checksum of its own.
-    put = open_store(task.url).put(task.object_key, body, create_only=True, identity=adopts(identity))
+    put = open_store(task.url).put(task.object_key, body, create_only=True, identity=same_artifact(identity))
     hit("jobs.checkpoint.stored")
     if put.adopted:
         info = _adopted(task, open_store, put.size_bytes)

@@ -49,7 +49,7 @@ from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, JobKind
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.manifest.verification import borrows
+from quire.manifest.verification import shares_bytes
 from quire.objects.collector import Collector
 
 OTHER_JOBS_MS = 60_000
@@ -154,7 +154,7 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
                 due = max(due, kept[1])
             if due > now:
                 due_at = min(due_at or due, due)
-            elif row is None or borrows(key, row):
+            elif row is None or shares_bytes(key, row):
                 rowless.append(key)
             else:
                 place = ctx.place_of(txn, key, row)

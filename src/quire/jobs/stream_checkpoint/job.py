@@ -67,7 +67,7 @@ def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outc
     hit("jobs.stream_checkpoint.planned")
     if not wanted:
         return Completed({"chunks": 0, "bytes": 0, "missing": 0})
-    seen = see(wanted, disk=ctx.disk, open_store=ctx.open_store)
+    seen = with_copies(wanted, disk=ctx.disk, open_store=ctx.open_store)
     progress(len(seen), len(wanted))
     generation = manifest.reserve_generation(job.db_id)
     hit("jobs.stream_checkpoint.reserved")
@@ -153,7 +153,7 @@ class SegmentToSee:
     used_bytes: int
 
 
-def see(segments: Iterable[SegmentToSee], *, disk: Disk, open_store: OpenStore) -> set[int]:
+def with_copies(segments: Iterable[SegmentToSee], *, disk: Disk, open_store: OpenStore) -> set[int]:
     """Those of which a copy is there."""
     present = {segment.segment_id for segment in segments if _is_there(segment, disk, open_store)}
     hit("jobs.stream_checkpoint.seen")

@@ -109,7 +109,7 @@ def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     given = options(job, delete=False, runner="", grace_seconds=GRACE_SECONDS)
     sweep = _Sweep(ctx, ctx.clock.now_ms() - int(given["grace_seconds"] * 1000), given["delete"])
     with ctx.manifest.read() as txn:
-        namespaces_by_space, rows = spaces(ctx, txn), promising(txn)
+        namespaces_by_space, rows = spaces(ctx, txn), rows_with_objects(txn)
     total, done = len(namespaces_by_space) * (rows + 1), 0
     progress(0, total)
     runner = ctx.choose_runner(given["runner"], rows * 1024, label="quire-sweep")
@@ -283,7 +283,7 @@ def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
     return namespaces
 
 
-def promising(txn: ReadTxn) -> int:
+def rows_with_objects(txn: ReadTxn) -> int:
     """How many rows may promise an object."""
     tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
     return sum(txn.count(table) for table in tables)

@@ -56,7 +56,7 @@ from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Op
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalFormat, WalRecord, WalState
-from quire.manifest.verification import borrows
+from quire.manifest.verification import shares_bytes
 from quire.objects.api import ExistingObject, ObjectStore
 
 WAIT_MS = 1_000
@@ -327,7 +327,7 @@ def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
     row = txn.artifact(key)
     if row is None:
         raise UnknownArtifact("no such artifact in the catalog", artifact=key)
-    if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or borrows(key, row):
+    if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or shares_bytes(key, row):
         hint = "`quire stream tier` moves it, and the stream's upkeep does"
         raise InvalidInput("a stream's segment is moved by its stream", hint=hint, artifact=key)
     return row

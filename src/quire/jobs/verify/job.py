@@ -64,7 +64,7 @@ from quire.manifest.ops.local import RecordVerification
 from quire.manifest.probe import probe
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbStatus, VerifyState, WalFormat, WalRecord, WalState
-from quire.manifest.verification import artifacts, borrows, told
+from quire.manifest.verification import artifacts, file_problems, shares_bytes
 from quire.stream.projection import witness_in
 
 PLANNED_MAX = 65_536
@@ -102,7 +102,7 @@ def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         progress(done, due.left)
         if max_duration and ctx.clock.monotonic() - began >= max_duration:
             break
-        findings = _second_look(ctx, look(ctx, runner, wave, partial(progress, done, due.left)))
+        findings = _second_look(ctx, describe_artifacts(ctx, runner, wave, partial(progress, done, due.left)))
         _count(seen, _publish(ctx, job, findings))
         done += len(wave)
     else:
@@ -118,7 +118,7 @@ def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         counts.saw(LOGS, looked, 0)
         counts.kinds[LOGS]["problems"] = len(logs)
     result |= {"logs": logs, "problems": counts.problems, "kinds": {**result["kinds"], **counts.kinds}}
-    return Completed(result, ops=(RecordVerification([*logs, *told(result)]),))
+    return Completed(result, ops=(RecordVerification([*logs, *file_problems(result)]),))
 
 
 # ── which artifacts ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +149,7 @@ def plan_aged(txn: ReadTxn, asked_at_ms: int, max_age_seconds: float) -> Aged:
 def place_to_verify(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> ArtifactLocation | None:
     """Where the bytes of an artifact should be now; `None` if it is (about to be) gone."""
     row = txn.artifact(key)
-    if row is None or borrows(key, row) or _is_doomed(txn, key):
+    if row is None or shares_bytes(key, row) or _is_doomed(txn, key):
         return None
     return ctx.place_of(txn, key, row)
 
@@ -163,7 +163,7 @@ def is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool
     """Whether an artifact was there when it was asked for, has bytes of its own, and is neither doomed nor being written."""
     if isinstance(row, WalRecord):
         return row.state is not WalState.OPEN and row.sealed_at_ms <= asked_at_ms and not _is_doomed(txn, key)
-    return bool(row.created_at_ms <= asked_at_ms) and not borrows(key, row) and not _is_doomed(txn, key)
+    return bool(row.created_at_ms <= asked_at_ms) and not shares_bytes(key, row) and not _is_doomed(txn, key)
 
 
 def _is_doomed(txn: ReadTxn, key: ArtifactKey) -> bool:
@@ -207,7 +207,7 @@ def waves(ctx: JobContext, keys: Sequence[ArtifactKey]) -> Iterator[list[tuple[A
             yield wave
 
 
-def look(
+def describe_artifacts(
     ctx: JobContext, runner: Runner, wave: Sequence[tuple[ArtifactLocation, int]], alive: Callable[[], None]
 ) -> list[ArtifactFinding]:
     """What the artifacts of a wave are. `alive` is called now and then, and may raise."""

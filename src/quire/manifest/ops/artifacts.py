@@ -32,7 +32,14 @@ from quire.core.errors import (
 from quire.core.ids import ArtifactKey, ArtifactKind, some_u32
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
-from quire.manifest.ops.refs import doom, namespace_key, note_artifact, release, release_epochs, retain_namespace
+from quire.manifest.ops.refs import (
+    mark_unreferenced,
+    namespace_key,
+    note_artifact,
+    release,
+    release_epochs,
+    retain_namespace,
+)
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     AuditAction,
@@ -329,7 +336,7 @@ class DropNamespace(Op, frozen=True, tag=160):
         if place.holds_itself:
             release(tables, count_key, at_ms)
         elif count is None:
-            doom(tables, count_key, at_ms)
+            mark_unreferenced(tables, count_key, at_ms)
         release_epochs(tables, self.namespace_id, at_ms)
 
 

@@ -21,7 +21,7 @@ from quire.manifest.metrics import MetricKind, observe
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.databases import burn_generation
 from quire.manifest.ops.jobs import job_of
-from quire.manifest.ops.refs import artifact_key, doom, retain_namespace
+from quire.manifest.ops.refs import artifact_key, mark_unreferenced, retain_namespace
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     ChunkRecord,
@@ -135,7 +135,7 @@ class AbandonPlan(Op, frozen=True, tag=48):
             where = Residency.REMOTE_ARCHIVED
             unwritten = DeltaRecord(0, where, 0, at_ms) if is_delta else ChunkRecord(where, 0, at_ms)
             view.put(row_key, replace(unwritten, namespace_id=record.namespace_id))
-            doom(tables, artifact_key(name), at_ms)
+            mark_unreferenced(tables, artifact_key(name), at_ms)
         tables.checkpoint_plan.delete(key)
 
 

@@ -113,12 +113,12 @@ def require_doomed(tables: Overlay, key: bytes) -> None:
         )
 
 
-def doom(tables: Overlay, key: bytes, at_ms: int) -> None:
+def mark_unreferenced(tables: Overlay, key: bytes, at_ms: int) -> None:
     """Give an artifact that nothing ever referred to a count of zero: work for the collector."""
     _put_count(tables, key, 0, 0, at_ms)
 
 
-def forget(tables: Overlay, key: bytes) -> None:
+def remove_counts(tables: Overlay, key: bytes) -> None:
     """Remove count and zero rows of an artifact that is gone."""
     tables.gc_refcounts.delete(key)
     tables.gc_zero.delete(key)
@@ -157,7 +157,7 @@ class RemoveArtifact(Op, frozen=True, tag=60):
         require_doomed(tables, key)
         if self.kind is ArtifactKind.LEAF:
             raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)
-        forget(tables, key)
+        remove_counts(tables, key)
         if self.kind is ArtifactKind.NAMESPACE:
             row_key = t.REMOTE_NAMESPACE.key.pack(self.id)
             place = tables.remote_namespace.get(row_key)

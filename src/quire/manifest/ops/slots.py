@@ -10,7 +10,7 @@ from quire.core.ids import ArtifactKey, u32
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.refs import artifact_key, forget, leaf_count_key, release, require_doomed, retain
+from quire.manifest.ops.refs import artifact_key, leaf_count_key, release, remove_counts, require_doomed, retain
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import LeafRecord, LeafRef, UInt
 from quire.manifest.slots import Leaf, artifacts, check_chain, pack_leaf, unpack_leaf
@@ -88,7 +88,7 @@ class SetSlots(Op, frozen=True, tag=30):
                 theirs = set(artifacts(before, self.leaf))
                 mine, gone = mine - theirs, theirs - mine
                 tables.slot_leaf.delete(t.SLOT_LEAF.key.pack(held.origin_db_id, self.leaf, held.generation))
-                forget(tables, counts_key)
+                remove_counts(tables, counts_key)
             else:
                 release(tables, counts_key, at_ms)
         for artifact in sorted(mine):
@@ -116,4 +116,4 @@ class CollectLeaf(Op, frozen=True, tag=31):
         for artifact in artifacts(read_leaf(tables, self.origin_db_id, self.leaf, self.generation), self.leaf):
             release(tables, artifact_key(artifact), at_ms)
         tables.slot_leaf.delete(t.SLOT_LEAF.key.pack(self.origin_db_id, self.leaf, self.generation))
-        forget(tables, counts_key)
+        remove_counts(tables, counts_key)

@@ -51,7 +51,7 @@ class WebStore(StoreApi, Protocol):
     def streams(self) -> StreamEngine: ...
 
 
-class Sight:
+class WatchedStore:
     """A store that is being looked at."""
 
     def __init__(self, store: WebStore, explain: Explain) -> None:

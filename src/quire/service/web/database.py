@@ -5,7 +5,7 @@ Rules
      are left out.
   2. Readers are those of this process, of processes that read the store beside it, and clients (M10).
 
-Pure functions of a `Sight`; any thread. Raises `UnknownDatabase`.
+Pure functions of a `WatchedStore`; any thread. Raises `UnknownDatabase`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.manifest.records import DbKind, WalState
 from quire.manifest.slots import Chain, unpack_leaf
 from quire.service.web import overview
 from quire.service.web.catalog_totals import word
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 from quire.service.web.metrics import open_kv, open_stream
 from quire.service.web.streams import stream_page
 
@@ -35,7 +35,7 @@ AUDIT_MAX = 50
 SNAPSHOTS_MAX = 500
 
 
-def database_page(sight: Sight, name: str) -> dict[str, Any]:
+def database_page(sight: WatchedStore, name: str) -> dict[str, Any]:
     """Everything the page of a database shows."""
     info: Any = sight.store.database(name)
     one = sight.survey_of(info.db_id)
@@ -68,7 +68,7 @@ def database_page(sight: Sight, name: str) -> dict[str, Any]:
     return page
 
 
-def why(sight: Sight, subject: str) -> dict[str, Any]:
+def why(sight: WatchedStore, subject: str) -> dict[str, Any]:
     """What keeps a subject, and what would let it go."""
     with sight.manifest.read() as txn:
         explained: dict[str, Any] = plain(sight.explain(txn, subject))
@@ -76,7 +76,7 @@ def why(sight: Sight, subject: str) -> dict[str, Any]:
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _snapshots(sight: Sight, db_id: int) -> list[dict[str, Any]]:
+def _snapshots(sight: WatchedStore, db_id: int) -> list[dict[str, Any]]:
     """The newest snapshots, oldest first, each with what its retention policy has in mind for it."""
     plan = sight.manifest.retention.plan(db_id)
     return [
@@ -85,14 +85,14 @@ def _snapshots(sight: Sight, db_id: int) -> list[dict[str, Any]]:
     ]
 
 
-def _audit(sight: Sight, db_id: int) -> list[dict[str, Any]]:
+def _audit(sight: WatchedStore, db_id: int) -> list[dict[str, Any]]:
     """What happened to it, newest first."""
     entries = sight.manifest.audit(db_id)
     return [plain(entry) for entry in reversed(entries[-AUDIT_MAX:])]
 
 
 # ── page databases ────────────────────────────────────────────────────────────────────────────────────────────────────
-def _pages(sight: Sight, info: Any) -> dict[str, Any]:
+def _pages(sight: WatchedStore, info: Any) -> dict[str, Any]:
     readers = _readers(sight, info.db_id)
     with sight.manifest.read() as txn:
         wal = txn.wal_state(info.db_id)
@@ -123,7 +123,7 @@ def _pages(sight: Sight, info: Any) -> dict[str, Any]:
     }
 
 
-def _readers(sight: Sight, db_id: int) -> list[dict[str, Any]]:
+def _readers(sight: WatchedStore, db_id: int) -> list[dict[str, Any]]:
     """Who reads, lowest version first (rule 2)."""
     return [
         {"reader_id": lease.reader_id, "opened_at_ms": lease.opened_at_ms, **plain(lease.info)}

@@ -26,7 +26,7 @@ from quire.core.events import emit
 from quire.core.timeline import distance, step_back
 from quire.service.web import changes
 from quire.service.web.answers import json_bytes
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 
 CHANGES_MAX = 50
 ROUND_SECONDS = 0.2
@@ -77,7 +77,7 @@ class Subscriber:
 class Hub:
     """Tells the open pages what happens."""
 
-    def __init__(self, sight: Sight, places_max: int) -> None:
+    def __init__(self, sight: WatchedStore, places_max: int) -> None:
         self._sight = sight
         self._places_max = places_max
         self._wanted = threading.Condition()

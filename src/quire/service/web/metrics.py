@@ -34,7 +34,7 @@ from quire.manifest.records import JobKind, JobState
 from quire.pages.metrics import PagesCollector
 from quire.service.sockets import serving
 from quire.service.web.counters import LIMITS
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 from quire.stream.metrics import StreamCollector
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Collector:
 class StoreCollector(_Collector):
     """What a store has and has to do."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: WatchedStore) -> None:
         self._sight = sight
 
     def collect(self) -> Iterator[Metric]:
@@ -168,7 +168,7 @@ class StoreCollector(_Collector):
 class MirrorCollector(_Collector):
     """How far the targets of mirrors are behind."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: WatchedStore) -> None:
         self._sight = sight
 
     def collect(self) -> Iterator[Metric]:
@@ -233,7 +233,7 @@ class PartsCollector(_Collector):
 class LargestCollector(_Collector):
     """Another collector, without the series of single databases but the largest."""
 
-    def __init__(self, sight: Sight, collector: Any) -> None:
+    def __init__(self, sight: WatchedStore, collector: Any) -> None:
         self._sight = sight
         self._collector = collector
 
@@ -250,7 +250,7 @@ def _database(labels: Mapping[str, str]) -> str:
     return labels.get("db") or labels.get("stream", "")
 
 
-def registry(sight: Sight, figures: Callable[[], WebFigures], parts: Sequence[WebPart]) -> CollectorRegistry:
+def registry(sight: WatchedStore, figures: Callable[[], WebFigures], parts: Sequence[WebPart]) -> CollectorRegistry:
     """Everything that is exported, in a registry of its own: several stores may be served by one process."""
     prometheus = CollectorRegistry(auto_describe=False)
     collectors: tuple[Any, ...] = (
@@ -283,7 +283,7 @@ def exposition(prometheus: CollectorRegistry) -> tuple[bytes, str]:
 class FlightCollector(_Collector):
     """What the servers of a store count, together: they come and go, so a scrape after one was closed shows less."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: WatchedStore) -> None:
         self._sight = sight
 
     def collect(self) -> Iterator[Metric]:
@@ -305,7 +305,7 @@ class FlightCollector(_Collector):
         yield now
 
 
-def kv_stats(sight: Sight) -> list[tuple[list[str], Stats]]:
+def kv_stats(sight: WatchedStore) -> list[tuple[list[str], Stats]]:
     """(labels, numbers) of the key-value databases that are open; without any nothing is loaded."""
     if not sight.info().databases["lsm"]:
         return []
@@ -313,7 +313,7 @@ def kv_stats(sight: Sight) -> list[tuple[list[str], Stats]]:
     return [([str(db_id), known.get(db_id, "")], kv.stats()) for db_id, kv in opened.items()]
 
 
-def stream_infos(sight: Sight) -> list[tuple[list[str], StreamInfo]]:
+def stream_infos(sight: WatchedStore) -> list[tuple[list[str], StreamInfo]]:
     """(labels, numbers) of the streams that are open; without any nothing is loaded."""
     if not sight.info().databases["stream"]:
         return []
@@ -322,11 +322,11 @@ def stream_infos(sight: Sight) -> list[tuple[list[str], StreamInfo]]:
     return [([str(info.stream_id), known.get(info.stream_id, "")], info) for info in infos]
 
 
-def open_kv(sight: Sight, db_id: int) -> Kv | None:
+def open_kv(sight: WatchedStore, db_id: int) -> Kv | None:
     """A key-value database, if it is open."""
     return sight.store.kvs.databases().get(db_id)
 
 
-def open_stream(sight: Sight, stream_id: int) -> Stream | None:
+def open_stream(sight: WatchedStore, stream_id: int) -> Stream | None:
     """A stream, if it is open."""
     return next((stream for stream in sight.store.streams.streams() if stream.info().stream_id == stream_id), None)

@@ -5,7 +5,7 @@ Rules
   1. Bounded: lists have a limit and say how much they leave out.
   2. A view reads short transactions and holds none while it is sent.
 
-Pure functions of a `Sight`; any thread.
+Pure functions of a `WatchedStore`; any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.manifest.snapshots import with_ancestors
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import changes
 from quire.service.web.catalog_totals import survey_of
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 
 DATABASES_MAX = 1_000
 SNAPSHOTS_MAX = 200
@@ -36,7 +36,7 @@ OUTSTANDING_MAX = 500
 
 
 # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def overview(sight: Sight) -> dict[str, Any]:
+def overview(sight: WatchedStore) -> dict[str, Any]:
     """Everything the first page shows."""
     store, sums = sight.store, sight.survey().sums
     infos = store.databases(limit=DATABASES_MAX)
@@ -68,7 +68,7 @@ def overview(sight: Sight) -> dict[str, Any]:
     }
 
 
-def databases(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+def databases(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
     """A page of the databases that are asked for; `after` begins the next one."""
     infos, after = _page(sight, wanted)
     with sight.manifest.read() as txn:
@@ -79,12 +79,12 @@ def databases(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str
 _STATES = {"pending": JobState.PENDING, "in_flight": JobState.IN_FLIGHT, "failed": JobState.FAILED_PERMANENT}
 
 
-def _states(sight: Sight) -> dict[str, int]:
+def _states(sight: WatchedStore) -> dict[str, int]:
     with sight.manifest.read() as txn:
         return {word: sum(1 for _ in txn.raw_scan(t.JOBS_BY_STATE, state)) for word, state in _STATES.items()}
 
 
-def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
+def _database_row(sight: WatchedStore, txn: ReadTxn, info: Any) -> dict[str, Any]:
     one, wal = survey_of(txn, info.db_id), txn.wal_state(info.db_id)
     figures, leases = sight.open_figures().get(info.db_id), sight.leases(info.db_id)
     size_bytes = one.size_bytes or sight.files_bytes(info.db_id, info.kind)
@@ -108,12 +108,12 @@ def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
     }
 
 
-def _cursors(sight: Sight) -> list[dict[str, Any]]:
+def _cursors(sight: WatchedStore) -> list[dict[str, Any]]:
     return [{**plain(cursor), "lag": cursor.lag} for cursor in sight.manifest.feed.cursors()]
 
 
 # ── lineage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def lineage(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+def lineage(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
     """A page of databases with their snapshots, below what they were forked from at which; `after` begins the next one."""
     infos, after = _page(sight, wanted)
     with sight.manifest.read() as txn:
@@ -124,7 +124,7 @@ def lineage(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, 
     return {"databases": shown, "left_out": _left_out(sight, live), "after": after}
 
 
-def _page(sight: Sight, wanted: DatabaseFilterOptions) -> tuple[list[Any], str]:
+def _page(sight: WatchedStore, wanted: DatabaseFilterOptions) -> tuple[list[Any], str]:
     """A page of the databases that are asked for, and what begins the next one."""
     limit = wanted.get("limit", DATABASES_MAX)
     more: DatabaseFilterOptions = {**wanted, "limit": limit + 1}  # one more says whether there are any
@@ -132,7 +132,7 @@ def _page(sight: Sight, wanted: DatabaseFilterOptions) -> tuple[list[Any], str]:
     return infos[:limit], infos[limit - 1].name if len(infos) > limit else ""
 
 
-def _left_out(sight: Sight, shown: int) -> int:
+def _left_out(sight: WatchedStore, shown: int) -> int:
     """How many live databases of the store are not shown."""
     counts: dict[str, int] = sight.info().databases
     return max(0, sum(counts.values()) - shown)
@@ -164,7 +164,7 @@ def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
 
 
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
+def jobs(sight: WatchedStore, db_id: int = 0) -> dict[str, Any]:
     """Outstanding jobs, and the newest of all; of one database if asked for."""
     with sight.manifest.read() as txn:
         by_id: dict[int, Job] = {}
@@ -222,7 +222,7 @@ def _result(record: JobRecord) -> dict[str, Any]:
 
 
 # ── verification ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def verification(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+def verification(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
     """What was verified, when, and what was found damaged: of a page of databases, and in total."""
     whole, (infos, after) = sight.survey(), _page(sight, wanted)
     with sight.manifest.read() as txn:
@@ -254,7 +254,7 @@ def verification(sight: Sight, **wanted: Unpack[DatabaseFilterOptions]) -> dict[
 
 
 # ── the feed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def feed(sight: Sight, *, limit: int = 50, before: int = 0) -> dict[str, Any]:
+def feed(sight: WatchedStore, *, limit: int = 50, before: int = 0) -> dict[str, Any]:
     """The newest changes, and who follows them."""
     with sight.manifest.read() as txn:
         oldest, head = txn.feed_bounds()

@@ -24,7 +24,7 @@ from quire.service.messages import Role
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import database, overview
 from quire.service.web.answers import HttpError, Response, json_answer
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 
 Method = Literal["GET", "POST"]
 
@@ -75,7 +75,7 @@ class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Routes:
     """The table over one store."""
 
-    def __init__(self, sight: Sight, metrics: Callable[[], tuple[bytes, str]], asks_readers: bool) -> None:
+    def __init__(self, sight: WatchedStore, metrics: Callable[[], tuple[bytes, str]], asks_readers: bool) -> None:
         self._sight = sight
         self._metrics = metrics
         self._asks_readers = asks_readers

@@ -41,7 +41,7 @@ from quire.service.web.app import Application, make_parts
 from quire.service.web.context import WebContext
 from quire.service.web.counters import WebCounts, WebFigures
 from quire.service.web.dashboard import Dashboard
-from quire.service.web.dashboard_state import Explain, Sight, WebStore
+from quire.service.web.dashboard_state import Explain, WatchedStore, WebStore
 from quire.service.web.hub import Hub
 from quire.service.web.listening import HTTP, UNIX, WebAddress, bind, parse_address, tls_context
 from quire.service.web.metrics import exposition, registry
@@ -64,7 +64,7 @@ class Web:
 
     def __init__(self, store: WebStore, explain: Explain, gate: WebGate) -> None:
         settings = store.settings.service
-        self.sight = Sight(store, explain)
+        self.sight = WatchedStore(store, explain)
         self.hub = Hub(self.sight, settings.http_events_max)
         self.slots = ConnectionSlots(settings.http_connections_max)
         self.context = WebContext(

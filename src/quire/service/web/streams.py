@@ -4,7 +4,7 @@ Rules
   1. Reads files only, beside a live writer, whose uncommitted tail is not looked at; the object store is not asked.
   2. A log that cannot be read is told as its problem: the page still shows the rest.
 
-Pure functions of a `Sight`; any thread.
+Pure functions of a `WatchedStore`; any thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.manifest.records import DbKind
 from quire.service.web.changes import cut
-from quire.service.web.dashboard_state import Sight
+from quire.service.web.dashboard_state import WatchedStore
 from quire.stream.files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_recovery import recover
@@ -30,12 +30,12 @@ CHUNKS_READ = 4
 TIERS = ("hot", "warm", "remote")
 
 
-def stream_page(sight: Sight, stream_id: int) -> dict[str, Any]:
+def stream_page(sight: WatchedStore, stream_id: int) -> dict[str, Any]:
     """What the page of a stream shows beyond that of any database."""
     return sight.cached.get(("stream", stream_id), lambda: _page(sight, stream_id))
 
 
-def _page(sight: Sight, stream_id: int) -> dict[str, Any]:
+def _page(sight: WatchedStore, stream_id: int) -> dict[str, Any]:
     log = LogFiles(OsDisk(), sight.store.path, stream_id)
     page: dict[str, Any] = {
         "files": _files(sight, stream_id),
@@ -56,7 +56,7 @@ def _page(sight: Sight, stream_id: int) -> dict[str, Any]:
     return page
 
 
-def _files(sight: Sight, stream_id: int) -> dict[str, dict[str, int]]:
+def _files(sight: WatchedStore, stream_id: int) -> dict[str, dict[str, int]]:
     """Files and bytes of each directory."""
     parts = {part: {"files": 0, "bytes": 0} for part in ("hot", "warm", "manifest")}
     for path, size in sight.files(stream_id, DbKind.STREAM):

@@ -111,7 +111,7 @@ class ChangesReader(SourceReader):
         oldest, head = info.oldest_change, info.newest_change
         first, last = self._first or oldest, self._last or head
         if first < oldest:
-            raise gone(first, oldest)
+            raise reader_too_late(first, oldest)
         if last > head:
             raise OutOfRange("the feed has not come this far", last=last, head_sequence=head)
         if lost_start(gaps, first) is not None:
@@ -161,10 +161,10 @@ def read_changes(access: OwnerAddress, changes: ChangeRange, schema: pa.Schema) 
 
     yield from gathered(decoded())
     if expected != changes.last + 1:
-        raise gone(expected, changes.last + 1)
+        raise reader_too_late(expected, changes.last + 1)
 
 
-def gone(first: int, oldest: int) -> CursorLost:
+def reader_too_late(first: int, oldest: int) -> CursorLost:
     """The error for a reader that comes too late."""
     return CursorLost(
         f"the changes from {first:,} on are no longer kept",
@@ -242,7 +242,7 @@ class ChangesQueryReader(QueryReader):
         self._check_alive(cursor)
         self.need_unacknowledged(first, cursor.acked_sequence + 1)
         if first < cursor.oldest_sequence:
-            raise gone(first, cursor.oldest_sequence)
+            raise reader_too_late(first, cursor.oldest_sequence)
         gaps = self.gaps()
         for position in (first - 1, last):
             refuse_lost(gaps, position, cursor=self.holder)
@@ -282,7 +282,7 @@ class _Start:
         cursor = owner.feed.register(wanted, name=name)
         if cursor.acked_sequence > wanted:  # the feed clamps to what is kept: that would be a gap
             owner.feed.drop(cursor.cursor_id)
-            raise gone(wanted + 1, cursor.oldest_sequence)
+            raise reader_too_late(wanted + 1, cursor.oldest_sequence)
         return cursor
 
     def _published(self, owner: Client) -> int:

@@ -21,7 +21,14 @@ from quire.core.limits import MIB
 from quire.pages.view_changes import ChangedPage, changed_pages
 from quire.spark.sources.base import Options, QuireSource, SourceReader
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import COMPARING, LocatedVersion, VersionPair, VersionReaders, VersionRequest, dealt
+from quire.spark.sources.views import (
+    COMPARING,
+    LocatedVersion,
+    VersionPair,
+    VersionReaders,
+    VersionRequest,
+    balanced_groups,
+)
 
 PAGES = StructType(
     [
@@ -61,7 +68,7 @@ class DiffReader(SourceReader):
     def plan(self) -> list[list[PagesPiece]]:
         with self.access.connect() as client:
             pairs = self.request.pairs(client, self.request.names(client), self.earlier)
-        return dealt([piece for pair in pairs for piece in _pieces(pair)], self.partitions_max)
+        return balanced_groups([piece for pair in pairs for piece in _pieces(pair)], self.partitions_max)
 
     def lease_of(self, part: list[PagesPiece]) -> int:
         return part[0].after.lease_id

@@ -59,7 +59,7 @@ from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireS
 from quire.spark.sources.error_messages import ReadableErrors
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
 from quire.spark.sources.sqlite_write import flag_of
-from quire.spark.sources.views import DatabaseSelection, dealt
+from quire.spark.sources.views import DatabaseSelection, balanced_groups
 from quire.spark.sources.writers import BatchId, PartTarget, SinkWriter
 from quire.sqlite.tables import DATABASE
 
@@ -123,7 +123,7 @@ class KvReader(SourceReader):
         for name, lease_id, version in self._versions():
             for task in cut(version.directory, version.sst_ids, self.range, self.partitions_max):
                 tasks.append(replace(task, database=name, lease_id=lease_id))
-        return dealt(tasks, self.partitions_max)
+        return balanced_groups(tasks, self.partitions_max)
 
     def lease_of(self, part: list[KeyRangeTask]) -> int:
         return part[0].lease_id

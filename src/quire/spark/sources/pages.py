@@ -19,7 +19,7 @@ from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import Options, QuireSource
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import LocatedVersion, PiecesReader, VersionReaders, ViewPiece, dealt
+from quire.spark.sources.views import LocatedVersion, PiecesReader, VersionReaders, ViewPiece, balanced_groups
 
 SCHEMA = StructType(
     [
@@ -49,7 +49,7 @@ class PagesReader(PiecesReader):
         with self.access.connect() as client:
             versions = self.request.versions(client, self.request.names(client))
         pieces = [piece for version in versions for piece in self._pieces(version)]
-        return dealt(pieces, max(self.partitions_max, len(pieces) // 64))
+        return balanced_groups(pieces, max(self.partitions_max, len(pieces) // 64))
 
     def _pieces(self, version: LocatedVersion) -> Iterator[ViewPiece[PageRun]]:
         view = version.view

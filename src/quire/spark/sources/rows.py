@@ -67,7 +67,7 @@ from quire.spark.sources.views import (
     VersionPair,
     VersionReaders,
     VersionRequest,
-    dealt,
+    balanced_groups,
 )
 from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered
 from quire.sqlite.read_ahead import ReadAhead
@@ -349,7 +349,7 @@ class RowsReader(SourceReader):
     def plan(self) -> list[list[RowsPiece]]:
         with self.access.connect() as client:
             pairs = self.request.pairs(client, self.request.names(client), self.earlier)
-        return dealt(planned(pairs, self.query.table, self.partitions_max), self.partitions_max)
+        return balanced_groups(planned(pairs, self.query.table, self.partitions_max), self.partitions_max)
 
     def lease_of(self, part: list[RowsPiece]) -> int:
         return part[0].pair.after.lease_id
@@ -492,7 +492,7 @@ class RowsQueryReader(HeldQueryReader):
         pairs = [VersionPair(earlier.get(name), version) for name, version in later.items()]
         pairs += [VersionPair(None, version, is_dropped=True) for version in self._versions(dropped).values()]
         pieces = planned(pairs, self.query.table, self.partitions_max)
-        return [InputPartition(part) for part in dealt(pieces, self.partitions_max)]
+        return [InputPartition(part) for part in balanced_groups(pieces, self.partitions_max)]
 
     def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with kept(self.access, part[0].pair.after.lease_id, self.request.keep_seconds):

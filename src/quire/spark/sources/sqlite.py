@@ -47,7 +47,7 @@ from quire.spark.sources.views import (
     VersionReaders,
     VersionRequest,
     ViewPiece,
-    dealt,
+    balanced_groups,
     opened,
 )
 from quire.spark.sources.writers import PartWriter, SinkWriter
@@ -106,7 +106,7 @@ class SqliteReader(PiecesReader):
         total = sum(version.size_bytes for version in versions) + sum(each.size_bytes for each in ranges)
         share = max(total // self.partitions_max, 1)
         pieces = (piece for version in versions for piece in self._pieces(version, share))
-        return dealt(chain(pieces, ranges), self.partitions_max)
+        return balanced_groups(chain(pieces, ranges), self.partitions_max)
 
     def _check(self, versions: Iterable[LocatedVersion]) -> None:
         """Check the condition in the first database that has the table: before a task runs, also where a schema was given."""

@@ -78,7 +78,7 @@ from quire.spark.sources.base import (
     spark_schema,
 )
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import DatabaseSelection, dealt
+from quire.spark.sources.views import DatabaseSelection, balanced_groups
 from quire.spark.sources.writers import BatchId, PartTarget, PartWriter, SinkWriter
 from quire.sqlite.tables import DATABASE
 from quire.stream.arrow_batches import SCHEMA
@@ -270,7 +270,7 @@ class RecordsReader(SourceReader):
                 return [[part] for part in self._parts(channel, self.records.stream)]
             with self.access.connect() as client:
                 names = self._streams.names(client)
-            return dealt([part for name in names for part in self._parts(channel, name)], self.partitions_max)
+            return balanced_groups([part for name in names for part in self._parts(channel, name)], self.partitions_max)
 
     def _parts(self, channel: Channel, name: str) -> list[RecordRange]:
         """The parts of a stream."""

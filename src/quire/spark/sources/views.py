@@ -461,7 +461,7 @@ def joined(ranges: list[LentRange], size_max: int) -> list[LentRange]:
     return fewer
 
 
-def dealt(pieces: Iterable[S], partitions: int) -> list[list[S]]:
+def balanced_groups(pieces: Iterable[S], partitions: int) -> list[list[S]]:
     """Pieces in at most so many heaps of about the same size."""
     queue = list(pieces)
     heaps: list[list[S]] = [[] for _ in range(min(partitions, len(queue)))]
