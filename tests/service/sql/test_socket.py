@@ -18,6 +18,7 @@ from quire.service.signed_tokens import create_token
 from quire.store.store import Store
 from tests.service.sql.test_http import NUMBERS, until
 from tests.service.sql.world import SqlAsker, plain_rows, settings, sql_served, statement
+from tests.service.web.world import Asker
 
 
 class Socket:
@@ -51,6 +52,14 @@ class Socket:
     def run(self, stream_id: int, sql: str, *args: Any) -> list[tuple[Any, ...]]:
         response = self.done(type="execute", stream_id=stream_id, stmt=statement(sql, *args))
         return plain_rows(response["result"]["rows"])
+
+
+def limited(asker: SqlAsker) -> dict[str, int]:
+    """What was refused because a client had used it up, by the name of the limit."""
+    lines = Asker(asker.address).ask("GET", "/metrics").body.decode().splitlines()
+    counts = [line.partition('limit="')[2] for line in lines if line.startswith("quire_http_limited_total{")]
+    parts = [text.partition('"} ') for text in counts]
+    return {name: round(float(value)) for name, _, value in parts if float(value)}
 
 
 @contextmanager
@@ -220,12 +229,33 @@ def test_a_database_is_named_by_the_path(asker: SqlAsker, store: Store) -> None:
         assert socket.run(0, "select name from t") == [("shop",)]
 
 
+@pytest.mark.parametrize(
+    ("limit", "code", "counted"),
+    [("STREAMS_MAX", "TOO_MANY_STREAMS", "sql_streams"), ("CURSORS_MAX", "TOO_MANY_CURSORS", "sql_cursors")],
+)
+def test_a_socket_has_so_many_streams_and_cursors(
+    asker: SqlAsker, monkeypatch: pytest.MonkeyPatch, limit: str, code: str, counted: str
+) -> None:
+    monkeypatch.setattr(f"quire.service.sql.socket.{limit}", 1)
+    batch = {"steps": [{"stmt": statement("select 1")}]}
+    with socket_to(asker) as socket:
+        socket.done(type="open_stream", stream_id=0)
+        if counted == "sql_cursors":
+            socket.done(type="open_cursor", stream_id=0, cursor_id=0, batch=batch)
+            refused = socket.ask(type="open_cursor", stream_id=0, cursor_id=1, batch=batch)
+        else:
+            refused = socket.ask(type="open_stream", stream_id=1)
+        assert refused["error"]["code"] == code
+        assert limited(asker) == {counted: 1}
+
+
 def test_streams_of_sockets_are_counted_and_given_back(path: Path) -> None:
     with sql_served(path, sql_streams_max=2, sql_database_streams_max=2) as (_, asker):
         with socket_to(asker) as socket:
             for stream_id in range(2):
                 socket.done(type="open_stream", stream_id=stream_id)
             assert socket.ask(type="open_stream", stream_id=2)["error"]["code"] == "TOO_MANY_STREAMS"
+            assert limited(asker) == {"sql_streams": 1}
 
         def opens() -> bool:
             with socket_to(asker) as another:
@@ -289,6 +319,7 @@ def test_a_socket_whose_client_says_no_hello_is_closed(path: Path) -> None:
         url = asker.address.replace("http", "ws")
         with connect(url, subprotocols=[Subprotocol("hrana3")]) as connection, pytest.raises(ConnectionClosed):
             connection.recv(timeout=60)
+        assert limited(asker) == {"hello_seconds": 1}
         with socket_to(asker) as socket:  # one that has may be idle
             with pytest.raises(TimeoutError):
                 socket.connection.recv(timeout=1)

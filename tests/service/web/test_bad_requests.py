@@ -209,6 +209,78 @@ def test_a_bad_request_ends_in_a_clear_error(world: World, bad: Bad) -> None:
     assert str(world.store.path) not in text
 
 
+LEAVING = [
+    "attach '/etc/passwd' as x",
+    "attach 'other' as x",
+    "attach 'shop' as x",
+    "attach ':memory:' as x",
+    "attach 'file:/etc/passwd?mode=ro' as x",
+    "attach 'file::memory:?cache=shared' as x",
+    "attach ('oth' || 'er') as x",
+    "/* a hint */ -- and another\nAtTaCh 'other' as x",
+    "explain attach 'other' as x",
+    "detach main",
+    "vacuum into '/tmp/quire-escaped.db'",
+    "vacuum into 'other'",
+    "vacuum main into 'file:/tmp/quire-escaped.db'",
+    "select load_extension('x')",
+    "with x as (select load_extension('x', 'y')) select * from x",
+    "select fts3_tokenizer('simple')",
+    "select sqlite_log(1, 'x')",
+    "select readfile('/etc/passwd')",
+    "select writefile('/tmp/quire-escaped', 'x')",
+    "select edit('x')",
+    "create virtual table v using csv(filename='/etc/passwd')",
+    "create virtual table v using zipfile('/etc/passwd')",
+    "select * from fsdir('/etc')",
+    "select * from pragma_temp_store_directory",
+    "pragma temp_store_directory = '/tmp'",
+    "pragma data_store_directory = '/tmp'",
+    "pragma synchronous = off",
+    "pragma main.synchronous = 0",
+    "pragma cache_size = 1000000",
+    "pragma busy_timeout = 60000",
+    "pragma writable_schema = on",
+    "pragma locking_mode = exclusive",
+    "pragma mmap_size = 1000000000",
+    "pragma temp_store = memory",
+    "pragma query_only = off",
+    "pragma trusted_schema = on",
+    "pragma hard_heap_limit = 1",
+    "pragma soft_heap_limit = 1",
+    "pragma threads = 8",
+    "pragma max_page_count = 1",
+    "pragma key = 'x'",
+    "pragma module_of_tomorrow = 1",
+    "update sqlite_master set sql = 'x'",
+    "delete from sqlite_schema",
+    "select 1; select 2",
+]
+
+
+@pytest.mark.parametrize("carrier", ["pipeline", "stream", "batch"])
+def test_sql_that_would_leave_its_database_is_refused_over_the_wire(world: World, carrier: str) -> None:
+    """With the ways in which bad requests end, above: a hundred and more. Nothing is left behind by any of them."""
+    assert len(BAD) + len(LEAVING) >= 100
+    for sql in LEAVING:
+        request: dict[str, Any] = {"type": "execute", "stmt": {"sql": sql}}
+        if carrier == "batch":
+            request = {"type": "batch", "batch": {"steps": [{"stmt": {"sql": sql}}]}}
+        requests = [request, *([] if carrier == "stream" else [{"type": "close"}])]
+        told = world.asker("shop").ask("POST", "/v3/pipeline", json.dumps({"requests": requests}).encode(), **SHOP)
+        assert told.status == 200, (sql, told.body)
+        result = told.json["results"][0]
+        error = result.get("error") or result["response"]["result"]["step_errors"][0]
+        assert error is not None, sql
+        assert error["message"], sql
+        if carrier == "stream":
+            end = json.dumps({"baton": told.json["baton"], "requests": [{"type": "close"}]}).encode()
+            assert world.asker("shop").ask("POST", "/v3/pipeline", end, **SHOP).status == 200
+    assert [info.name for info in world.store.databases() if "escaped" in info.name] == []
+    assert not [*Path("/tmp").glob("quire-escaped*")]
+    assert "quire_sql_streams 0.0" in world.asker("admin").ask("GET", "/metrics").body.decode()
+
+
 def test_a_reader_writes_nothing_over_the_wire(world: World) -> None:
     told = world.asker("shop-ro").ask("POST", "/v2/pipeline", WRITE, **SHOP)
     assert (told.status, told.json["results"][0]["type"]) == (200, "error")

@@ -96,6 +96,7 @@ def test_there_are_so_many_places_and_a_page_that_leaves_gives_its_back(path: Pa
         settle(web, 2)
         refused = Events(asker)
         assert refused.status == 503
+        assert web.figures().limited == {"events": 1}
         refused.close()
         pages.pop().close()
         settle_by_writing(web, store, 1)

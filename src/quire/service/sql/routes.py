@@ -206,7 +206,7 @@ class SqlPart:
             grant = gate.grant(websocket) if jwt is None or jwt in NO_TOKEN else gate.grant_of_token(jwt)
             return self._target(websocket, grant), grant
 
-        connection = HranaSocket(self.service, admit, websocket.send_text)
+        connection = HranaSocket(self.service, admit, websocket.send_text, self._context.limits.hit)
         try:
             async with asyncio.timeout(self._context.settings.http_head_seconds) as time_for_hello:
                 while True:

@@ -76,8 +76,16 @@ class _SocketCursor:
 class HranaSocket:
     """One socket."""
 
-    def __init__(self, service: SqlService, admit: Admit, send: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        service: SqlService,
+        admit: Admit,
+        send: Callable[[str], Awaitable[None]],
+        on_limit: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_limit` counts what is refused because a client has used it up, by the name of the limit."""
         # constant after construction
+        self._on_limit = on_limit
         self._service = service
         self._admit = admit
         self._send = send
@@ -181,10 +189,12 @@ class HranaSocket:
         if stream_id in self._streams:
             raise StatementFailed(f"stream {stream_id} is open already", "STREAM_EXISTS")
         if len(self._streams) >= STREAMS_MAX:
+            self._on_limit("sql_streams")
             raise StatementFailed(f"a socket has at most {STREAMS_MAX} streams", "TOO_MANY_STREAMS")
         try:
             stream = self._service.streams.open(target, self._grant, is_lasting=True)
         except StreamRefused as refused:
+            self._on_limit("sql_streams")
             raise StatementFailed(str(refused), refused.code) from None
         self._streams[stream_id] = stream
         self._unclosed.add(stream)
@@ -215,6 +225,7 @@ class HranaSocket:
         if cursor_id in self._cursors:
             raise StatementFailed(f"cursor {cursor_id} is open already", "CURSOR_EXISTS")
         if len(self._cursors) >= CURSORS_MAX:
+            self._on_limit("sql_cursors")
             raise StatementFailed(f"a socket has at most {CURSORS_MAX} cursors", "TOO_MANY_CURSORS")
         cursor = self._cursors[cursor_id] = _SocketCursor(stream, self._service.cursor(stream, batch))
         return cursor

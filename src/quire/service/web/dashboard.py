@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.core.errors import InvalidInput, NotFound, Unauthenticated
+from quire.core.errors import InvalidInput, NotFound, Overloaded, Unauthenticated
 from quire.service.grants import Grant
 from quire.service.messages import Role
 from quire.service.web.answers import HttpError, Response
@@ -97,7 +97,11 @@ class Dashboard:
         """Send what the hub tells until the page, or the store, is gone."""
         self._context.gate.grant(Request(scope)).check_read_all()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        place = await self._context.call(self._hub.join, _from_other_threads(loop, news))
+        try:
+            place = await self._context.call(self._hub.join, _from_other_threads(loop, news))
+        except Overloaded:
+            self._context.limits.hit("events")
+            raise
         leaving = loop.create_task(_left(receive, news))
         try:
             headers = [(b"content-type", b"text/event-stream"), (b"connection", b"close")]
