@@ -435,3 +435,11 @@ def test_an_older_version_in_the_wal_waits_for_a_checkpoint_and_links_to_the_one
 @pytest.mark.parametrize("subject", ["shop:16", "shop:x", "nope:1"])
 def test_what_is_no_page_is_refused(run: Run, shop: Path, subject: str) -> None:
     assert run("why", subject).code != 0
+
+
+def test_the_first_forks_of_a_template_are_named_and_the_others_counted(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.fork_many("shop", [f"tenant-{number:02d}" for number in range(30)])
+    forks = [holder for holder in answer(run, "shop")["holders"] if holder["kind"].startswith("fork")]
+    assert [holder["name"] for holder in forks] == [*(f"tenant-{number:02d}" for number in range(20)), "10 more"]
+    assert run("tree", "--all", "--limit", "0").out.count("tenant-") == 30, "what the last one says"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from quire.core.clock import moment
@@ -62,6 +63,9 @@ from quire.store.why_files import (
     stray_hint,
     title,
 )
+
+FORKS_MAX = 20
+"""Forks of a database that are named; a template may have a hundred thousand."""
 
 Who = Callable[[int], list[ReaderInfo]]
 """The readers of a database that are not rows."""
@@ -203,9 +207,11 @@ def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 
 
 def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
-    for _, row in txn.databases():
-        if row.parent_db_id == db_id and not row.is_dropped:
-            yield Holder("fork", row.name, "shares unchanged data", f"quire drop {quoted(row.name)}")
+    forks = (row.name for _, row in txn.databases() if row.parent_db_id == db_id and not row.is_dropped)
+    for name in islice(forks, FORKS_MAX):
+        yield Holder("fork", name, "shares unchanged data", f"quire drop {quoted(name)}")
+    if left := sum(1 for _ in forks):
+        yield Holder("forks", f"{left:,} more", "share unchanged data", "`quire tree --all --limit 0` lists them")
 
 
 def _readers_of(txn: ReadTxn, db_id: int, who: Who) -> Iterator[Holder]:
