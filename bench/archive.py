@@ -242,11 +242,11 @@ def lag(report: Report, directory: Path, quick: bool) -> None:
         store = opened(directory, "lag", url("lag"), "async")
         paced(store, databases, 1, 0.1)
         assert store.archive is not None
-        measured, puts = Lag(store), store.archive.puts
+        measured, puts = Lag(store), store.archive.traffic.puts
         started = time.perf_counter()
         done = paced(store, databases, per_second, duration)
         took = time.perf_counter() - started
-        puts = store.archive.puts - puts
+        puts = store.archive.traffic.puts - puts
         samples = measured.stop()
         store.close()
     p99 = samples[min(int(len(samples) * 0.99), len(samples) - 1)]
@@ -295,10 +295,10 @@ def cost(report: Report, directory: Path, quick: bool) -> None:
             store = opened(directory, "cost", url("cost"), "async")
             paced(store, databases, 1, 0.1)
             assert store.archive is not None
-            puts, size, started = store.archive.puts, store.archive.put_bytes, time.perf_counter()
+            puts, size, started = store.archive.traffic.puts, store.archive.traffic.put_bytes, time.perf_counter()
             done = paced(store, databases, databases, duration)
             hours = (time.perf_counter() - started) / 3_600
-            puts, size = store.archive.puts - puts, store.archive.put_bytes - size
+            puts, size = store.archive.traffic.puts - puts, store.archive.traffic.put_bytes - size
             store.close()
         made = (
             done / databases / hours / 3_600

@@ -97,7 +97,7 @@ def test_an_edited_configuration_is_archived_when_the_store_is_opened(tmp_path: 
     config = w.root / "quire.toml"
     w.reopen()
     w.archived()
-    puts = w.archiver.puts
+    puts = w.archiver.traffic.puts
     assert puts == 0, "what was not edited is not shipped again"
     w.close()
     config.write_text(config.read_text() + "\n# by hand\n")

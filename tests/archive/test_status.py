@@ -25,7 +25,7 @@ def test_a_quiet_store_is_archived_and_restorable_now(tmp_path: Path) -> None:
         status = w.archiver.status()
         assert (status.mode, status.lag_seconds, status.memory_bytes, status.backlog_bytes) == ("async", 0.0, 0, 0)
         assert status.is_safe
-        assert status.puts == w.archiver.puts > 0
+        assert status.puts == w.archiver.traffic.puts > 0
         assert status.put_bytes > 0
         assert abs(status.restorable_at_ms - w.store.manifest.clock.now_ms()) < 5_000
         assert w.store.info().archive is not None

@@ -197,6 +197,22 @@ def test_values_are_quoted_and_comments_stay() -> None:
     assert with_setting("[objects]\n", "objects", "allow_http", True) == "[objects]\nallow_http = true\n"
 
 
+def test_a_command_in_a_deposed_directory_fails_and_reads_go_on(
+    run: Run, shop: Path, bucket: Path, tmp_path: Path
+) -> None:
+    """It made its change, met the successor with its last upload, and ended with 0."""
+    assert run("archive", "on", at=shop).code == 0
+    new = tmp_path / "new"
+    assert run("restore-store", str(bucket), str(new), "--takeover").code == 0
+    assert run("kv", "get", "cart", "alice", at=shop).out.strip() == "3 apples"
+    put = run("kv", "put", "cart", "alice", "4 apples", at=shop)
+    assert put.code != 0
+    assert "another owner has claimed" in put.err
+    assert "next:" in put.err
+    assert run("kv", "get", "cart", "alice", at=shop).code == 0
+    assert run("kv", "get", "cart", "alice", at=new).out.strip() == "3 apples"
+
+
 def test_an_abandoned_epoch_is_listed_and_removed_by_name(run: Run, shop: Path, bucket: Path, tmp_path: Path) -> None:
     assert run("archive", "on", at=shop).code == 0
     assert run("archive", "abandoned", at=shop).out.strip() == "no abandoned owner epochs"

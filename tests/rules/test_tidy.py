@@ -19,7 +19,7 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
-    "src/quire/archive/archiver.py": 639,  # one state over three threads: cutting, uploading, bases
+    "src/quire/archive/archiver.py": 634,  # one state over three threads: cutting, uploading, bases
     "src/quire/core/settings.py": 618,  # one struct for each section of quire.toml, and the example of all of them
     "src/quire/store/store.py": 630,  # the class that is the product: it delegates
     "src/quire/manifest/records.py": 680,  # one record for each table; a second file would only be another place to look

@@ -263,6 +263,11 @@ class Archiver:
             finally:
                 self._waiting -= 1
 
+    def require_ours(self) -> None:
+        """`StoreFenced` if another owner was met: what was changed since the last upload is in this directory alone."""
+        if isinstance(self._failure, StoreFenced):
+            raise self._failure.with_traceback(None)
+
     @property
     def archived(self) -> int:
         """The ordinal of the queue up to which everything is in the bucket."""
@@ -289,16 +294,6 @@ class Archiver:
             )
         drill = read_drill(self._disk, self._root)
         return status_of(self.settings, figures, self.traffic, self.lag_seconds(), self._clock.now_ms(), drill)
-
-    @property
-    def puts(self) -> int:
-        """Objects put since the store was opened."""
-        return self.traffic.puts
-
-    @property
-    def put_bytes(self) -> int:
-        """Their bytes."""
-        return self.traffic.put_bytes
 
     def drill(self) -> DrillRecord:
         """Restore into scratch, claim nothing, and compare every database with the live store."""

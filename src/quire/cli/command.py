@@ -76,7 +76,7 @@ class Cli(msgspec.Struct, frozen=True):
         if grace_seconds is not None:
             maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
         settings = replace(settings, maintenance=maintenance)
-        return quire.open(
+        store = quire.open(
             self.path,
             create=False,
             repair=repair,
@@ -85,12 +85,19 @@ class Cli(msgspec.Struct, frozen=True):
             moved=moved,
             settings=settings,
         )
+        if (
+            store.archive is not None
+        ):  # opening asked no bucket: that the store is another's may be heard with the last upload
+            store.after_close = store.archive.require_ours
+        return store
 
     def readable(self) -> Store:
         """The store, to be read: owned by this process, or beside whoever owns it. A standby, a restored directory and an owner
         that was fenced are only read. An owner that listens runs the command itself (K8)."""
         try:
-            return self.owner()
+            store = self.owner()
+            store.after_close = None  # what was read is right, whoever owns the store
+            return store
         except StoreFenced:
             return self.beside()
         except StoreLocked:
