@@ -87,13 +87,12 @@ def first_byte(path: Path, database: str) -> bytes:
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run `quire` with arguments, by default on the store at `path`, which is made when it is needed; `at=None`: on none."""
+def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `quire` with arguments, by default on the store at `path`."""
     monkeypatch.delenv("QUIRE_STORE", raising=False)
 
-    def invoke(*arguments: str, answer: str = "", at: Path | str | None = "", **env: str) -> Ended:
-        place = request.getfixturevalue("path") if at == "" else at
-        where = ["--store", str(place)] if place is not None else []
+    def invoke(*arguments: str, answer: str = "", at: Path | str | None = path, **env: str) -> Ended:
+        where = ["--store", str(at)] if at is not None else []
         out, err = io.StringIO(), io.StringIO()
         with monkeypatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "stdin", io.StringIO(answer))
