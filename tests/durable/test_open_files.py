@@ -30,6 +30,16 @@ def _descriptors(folder: Path) -> int:
     return count
 
 
+class _CountingDisk(DiskLayer):
+    """Counts the files that are opened."""
+
+    opened = 0
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        self.opened += 1
+        return self._inner.open(path, create=create, exclusive=exclusive, write=write)
+
+
 def _pool(limit: int = 4) -> OpenFiles:
     return OpenFiles(OsDisk(), limit, ticking=False)
 
@@ -74,6 +84,20 @@ def test_at_most_so_many_files_are_open(tmp_path: Path) -> None:
         file.close()
     assert len(pool) == 0
     assert _descriptors(tmp_path) == 0
+
+
+def test_a_few_more_files_in_turn_than_the_bound_are_seldom_opened_again(tmp_path: Path) -> None:
+    """If the one opened longest ago were closed, each use would close the one that is used next."""
+    disk = _CountingDisk(OsDisk())
+    pool = OpenFiles(disk, 200, ticking=False)
+    files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(210)]
+    for _ in range(3):
+        before = disk.opened
+        for file in files:
+            file.write_at(b"x", 0)
+    assert disk.opened - before < 105  # about 18
+    for file in files:
+        file.close()
 
 
 def test_beyond_the_bound_dirty_files_are_synced_and_closed(tmp_path: Path) -> None:

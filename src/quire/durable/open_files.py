@@ -4,11 +4,12 @@ A process has 1,024 descriptors unless it asked for more, and a store may have m
 that it writes to now and then. So engines open what they write through this `Disk`; what they hold is a `File` as before
 (docs/decisions/024-open-files.md).
 
-A clean file that was not used between two looks, a second apart, is closed. Beyond `limit` open files the one opened longest
-ago is closed, used or not. A *dirty* file, written and not synced since, keeps its descriptors: what a sync would report must
-reach the one who wrote. If all are dirty, the one opened longest ago is synced first; should that fail, its writer is told by
-its next use of the file. All handles of a file are closed and opened together: two handles are there because Linux tells of a
-failed write-back once per handle, and one that was opened behind a write would miss that news.
+A clean file that was not used between two looks, a second apart, is closed. Beyond `limit` open files one is closed by
+chance, used or not: where a few more files than that are used in turn, the one opened longest ago would always be the next to
+be used. A *dirty* file, written and not synced since, keeps its descriptors: what a sync would report must reach the one who
+wrote. If all are dirty, the one to close is synced first; should that fail, its writer is told by its next use of the file. All
+handles of a file are closed and opened together: two handles are there because Linux tells of a failed write-back once per
+handle, and one that was opened behind a write would miss that news.
 
 Why a use needs no lock: it marks the entry as busy before it looks for its handle, and who closes takes the handles away
 before it looks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closer finds it
@@ -25,8 +26,8 @@ Threads: any. Raises what the disk below raises.
 from __future__ import annotations
 
 import os
+import random
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -70,8 +71,8 @@ class OpenFiles(DiskLayer):
         # guarded by _lock
         self._lock = threading.RLock()
         self._entries: dict[str, _OpenFile] = {}
-        self._open: OrderedDict[_OpenFile, None] = OrderedDict()
-        """Those with descriptors, the one opened longest ago first."""
+        self._open: dict[_OpenFile, None] = {}
+        """Those with descriptors."""
         self._ticker: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -189,22 +190,21 @@ class OpenFiles(DiskLayer):
         return len(taken)
 
     def _make_room(self, but: _OpenFile | None) -> None:
-        """Close the entries opened longest ago until the bound holds, syncing dirty ones first."""
+        """Close entries until the bound holds, syncing dirty ones first."""
         if len(self._open) < self._limit:
             return
         taken: list[list[File]] = []
         with self._lock:
+            entries = list(self._open)
+            start = random.randrange(len(entries)) if entries else 0
             for syncing in (False, True):
-                for _ in range(len(self._open)):
+                for entry in entries[start:] + entries[:start]:
                     if len(self._open) < self._limit:
                         break
-                    entry = next(iter(self._open))
                     if syncing and entry.is_dirty and not entry.busy and not entry.is_pinned:
                         self._sync(entry)
                     if entry is not but and (files := self._take(entry)):
                         taken.append(files)
-                    else:  # in use: asked last, so that the next one to make room does not begin with it
-                        self._open.move_to_end(entry)
         _close_all(taken)
 
     def _sync(self, entry: _OpenFile) -> None:
