@@ -43,6 +43,8 @@ T = TypeVar("T")
 FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.001, 0.05
 """Between two attempts to get a lock that a program in the owner holds: nobody tells when that one gives it back."""
 TICK_SECONDS = 0.002
+GATHERED_MAX = 32
+"""Jobs for which no thread is woken while each round of the loop brings more: who is answered last waits for all of them."""
 SHORT_JOBS = 8
 """Jobs that were begun in a tick: so many are short, and most of their time is the interpreter's."""
 LONG_SECONDS = 0.001
@@ -89,6 +91,8 @@ class SqlThreads:
         """One for each idle thread that is to look for jobs."""
         # the loop's
         self._will_wake = False
+        self._gathered = 0
+        """Jobs that were there when a thread was last going to be woken."""
         self._is_urgent = False
         """Whether a job that waits has come."""
         # guarded by _lock
@@ -138,7 +142,11 @@ class SqlThreads:
 
     # ── the event loop's thread ───────────────────────────────────────────────────────────────────────────────────────
     def _wake(self) -> None:
-        is_urgent, self._will_wake, self._is_urgent = self._is_urgent, False, False
+        if not self._is_urgent and self._gathered < len(self._jobs) < GATHERED_MAX and not self._working:
+            self._gathered = len(self._jobs)  # more have come in the last round, and more may come in the next
+            self._loop.call_soon(self._wake)
+            return
+        is_urgent, self._will_wake, self._is_urgent, self._gathered = self._is_urgent, False, False, 0
         with self._lock:
             if is_urgent or not self._working or time.perf_counter() - self._begun_at > LONG_SECONDS:
                 self._rouse()
