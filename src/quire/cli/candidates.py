@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 import click
 from click.shell_completion import (
@@ -26,7 +27,7 @@ from quire.cli.lookup import LISTED
 from quire.manifest import tables as t
 from quire.manifest.tables import TABLES
 from quire.service.values import DatabaseFilter
-from quire.store.listing import matching
+from quire.store.listing_by_name import by_name
 from quire.store.manifest_reader import ManifestReader
 
 WORDS: Mapping[str, tuple[str, ...]] = {
@@ -92,8 +93,8 @@ def _in_store(word: str, ctx: click.Context, incomplete: str) -> Iterator[str]:
             return
         if word not in SNAPSHOTS:
             kind = "STREAM" if word == "STREAM" else KINDS.get(ctx.command_path.split()[1], "")
-            wanted = DatabaseFilter(prefix=incomplete, kind=kind.lower(), limit=LISTED)
-            yield from (record.name for _, record in matching(txn, wanted))
+            wanted = DatabaseFilter(prefix=incomplete, kind=kind.lower())
+            yield from (record.name for _, record in islice(by_name(txn, wanted), LISTED))
             return
         other = ctx.params.get("of") if word == "B" else ""
         # while an option waits for its value, the arguments are not parsed yet

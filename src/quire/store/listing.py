@@ -22,8 +22,7 @@ from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbRecord
 from quire.service.values import DatabaseFilter
-
-Match = tuple[int, DbRecord]
+from quire.store.listing_by_name import Match, by_name, matching_record
 
 SORTS = ("name", "written", "size")
 
@@ -35,7 +34,7 @@ def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     if wanted.after and wanted.sort != "name":
         raise InvalidInput("only a list by name continues after a name", hint='use sort="name"', sort=wanted.sort)
     order: dict[str, Callable[[ReadTxn, DatabaseFilter], Iterator[Match]]] = {
-        "name": _by_name,
+        "name": by_name,
         "written": _by_change,
         "size": _by_size,
     }
@@ -56,22 +55,6 @@ def is_whole(txn: ReadTxn, wanted: DatabaseFilter) -> bool:
     return not is_chosen and (not wanted.limit or txn.count(t.DB) <= wanted.limit)
 
 
-def _by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    prefix, after = wanted.prefix.encode(), wanted.after.encode()
-    start = max(prefix, after)
-    for key, raw in txn.raw_scan(t.DB_NAMES, start=(start.decode(),) if start else None):
-        if not key.startswith(prefix):
-            return
-        if key == after:
-            continue
-        try:
-            db_id = t.DB_NAMES.rows.decode(key, raw).value
-        except ManifestDamaged:
-            continue  # `quire manifest check` rebuilds the index
-        if (match := _match(txn, db_id, wanted)) is not None:
-            yield match
-
-
 def _by_change(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     seen: set[int] = set()
     for key, raw in txn.raw_scan_back(CHANGE_LOG):
@@ -84,13 +67,13 @@ def _by_change(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
             for db_id in touches.databases(op) if touches is not None else ():
                 if db_id and db_id not in seen:
                     seen.add(db_id)
-                    if (match := _match(txn, db_id, wanted)) is not None:
+                    if (match := matching_record(txn, db_id, wanted)) is not None:
                         yield match
-    yield from (match for match in _by_name(txn, wanted) if match[0] not in seen)
+    yield from (match for match in by_name(txn, wanted) if match[0] not in seen)
 
 
 def _by_size(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    sized = ((size_bytes(txn, *match), -match[0], match) for match in _by_name(txn, wanted))
+    sized = ((size_bytes(txn, *match), -match[0], match) for match in by_name(txn, wanted))
     ordered = nlargest(wanted.limit, sized) if wanted.limit else sorted(sized, reverse=True)
     return (match for _, _, match in ordered)
 
@@ -102,20 +85,3 @@ def size_bytes(txn: ReadTxn, db_id: int, record: DbRecord) -> int:
         return state.size_pages * record.page_size if state is not None else 0
     segments = sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id))
     return segments + sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
-
-
-def _match(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match | None:
-    try:
-        record = txn.database(db_id)
-    except ManifestDamaged as error:
-        txn.report_damage(db_id, error)
-        return None
-    if record is None or record.is_dropped or not record.name.startswith(wanted.prefix):
-        return None
-    if wanted.kind and record.kind.name.lower() != wanted.kind:
-        return None
-    if wanted.tag:
-        key, is_valued, value = wanted.tag.partition("=")
-        if record.tags.get(key) != value if is_valued else key not in record.tags:
-            return None
-    return db_id, record

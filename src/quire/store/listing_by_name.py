@@ -1,0 +1,51 @@
+"""Lists of databases by their names: what completion reads too, which loads no operations.
+
+Pure functions of a read transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.core.errors import ManifestDamaged
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbRecord
+from quire.service.values import DatabaseFilter
+
+Match = tuple[int, DbRecord]
+
+
+def by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+    """(id, record) of the live databases that are asked for, by name, whatever their limit."""
+    prefix, after = wanted.prefix.encode(), wanted.after.encode()
+    start = max(prefix, after)
+    for key, raw in txn.raw_scan(t.DB_NAMES, start=(start.decode(),) if start else None):
+        if not key.startswith(prefix):
+            return
+        if key == after:
+            continue
+        try:
+            db_id = t.DB_NAMES.rows.decode(key, raw).value
+        except ManifestDamaged:
+            continue  # `quire manifest check` rebuilds the index
+        if (match := matching_record(txn, db_id, wanted)) is not None:
+            yield match
+
+
+def matching_record(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match | None:
+    """(id, record) of a database if it is asked for; a damaged row is reported."""
+    try:
+        record = txn.database(db_id)
+    except ManifestDamaged as error:
+        txn.report_damage(db_id, error)
+        return None
+    if record is None or record.is_dropped or not record.name.startswith(wanted.prefix):
+        return None
+    if wanted.kind and record.kind.name.lower() != wanted.kind:
+        return None
+    if wanted.tag:
+        key, is_valued, value = wanted.tag.partition("=")
+        if record.tags.get(key) != value if is_valued else key not in record.tags:
+            return None
+    return db_id, record
