@@ -15,7 +15,7 @@ from quire.archive.queue import EventQueue
 from quire.archive.recorder import Recorder, whole_file
 from quire.archive.replay import Replay
 from quire.core.errors import Corruption
-from quire.durable.files import OsDisk, preallocate, write_atomic
+from quire.durable.files import File, OsDisk, preallocate, write_atomic
 
 FOLDER = "pages/00000001/wal"
 NAMES = [f"{FOLDER}/0000000{number}.seg" for number in range(5)]
@@ -51,6 +51,7 @@ class Mirrored(RuleBasedStateMachine):
         self.log: list[AnyEvent] = []
         self.walk: list[str] = []
         self.seen: set[int] = set()
+        self.held: list[File] = []
 
     def at(self, name: str) -> str:
         return os.path.join(self.root, name)
@@ -82,6 +83,22 @@ class Mirrored(RuleBasedStateMachine):
             file = self.disk.open(self.at(name))
             file.truncate(size)
             file.close()
+
+    @rule(name=st.sampled_from(NAMES))
+    def hold(self, name: str) -> None:
+        if os.path.exists(self.at(name)) and len(self.held) < 4:
+            self.held.append(self.disk.open(self.at(name)))
+
+    @precondition(lambda self: self.held)
+    @rule(number=st.integers(0, 3), data=st.binary(min_size=1, max_size=40))
+    def write_late(self, number: int, data: bytes) -> None:
+        """The file may have lost its name, or given it to another."""
+        self.held[number % len(self.held)].write_at(data, 5)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_go(self) -> None:
+        self.held.pop(0).close()
 
     @rule(former=st.sampled_from(NAMES), name=st.sampled_from(NAMES))
     def rename(self, former: str, name: str) -> None:
@@ -143,6 +160,8 @@ class Mirrored(RuleBasedStateMachine):
         self.base, self.log = None, []
 
     def teardown(self) -> None:
+        while self.held:
+            self.let_go()
         self.home.cleanup()
 
 
@@ -192,6 +211,27 @@ def test_an_unknown_file_is_passed_over_only_before_the_base_counts(event: AnyEv
         replay.apply([BaseEvent(0, ())])
         with pytest.raises(Corruption, match="never made"):
             replay.apply([event])
+
+
+@pytest.mark.parametrize("ending", ["removed", "replaced"])
+def test_what_comes_behind_the_removal_of_a_file_is_not_handed_over(tmp_path: Path, ending: str) -> None:
+    """A base that was read after the removal knows nothing of the file: a thread that still filled it with zeros made the
+    archive impossible to restore."""
+    root, queue = tmp_path / "owner", EventQueue()
+    (root / FOLDER).mkdir(parents=True)
+    disk, path = Recorder(OsDisk(), str(root), queue, lambda *_: None), str(root / NAMES[0])
+    file = disk.open(path, create=True)
+    file.write_at(b"x", 0)
+    if ending == "removed":
+        disk.remove(path)
+    else:
+        write_atomic(disk, path, b"another")
+    taken(queue)
+    file.write_at(bytes(1 << 18), 72)
+    file.allocate(1 << 19)
+    file.truncate(1)
+    file.close()
+    assert taken(queue) == []
 
 
 def test_a_file_that_got_another_name_while_a_base_was_read_is_in_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Everything:
         self.archive = store.archive
         self.patience(SYNC_SECONDS)
         self.dropped = ""
-        """A database that is there, for a call that takes it away."""
+        """A database that is there, and a snapshot of `sql`, for a call that takes it away."""
 
     def patience(self, seconds: float) -> None:
         """How long calls wait from now on."""
@@ -102,6 +102,12 @@ def _rollback(e: Everything) -> None:
         e.store.rollback("sql", to="filled")
 
 
+def _undrop_snapshot(e: Everything) -> None:
+    with suppress(NotArchived):
+        e.store.drop_snapshot("sql", e.dropped, undoable=True)
+    e.store.undrop_snapshot("sql", e.dropped)
+
+
 def _bulk_load(e: Everything) -> None:
     load = begin_load(e.kv)
     load.publish([])
@@ -125,6 +131,9 @@ CALLS: dict[str, Callable[[Everything], object]] = {
     "Store.set_options": lambda e: e.store.set_options("pages", tags={"a": e.name()}),
     "Store.snapshot": lambda e: e.store.snapshot("sql", e.name()),
     "Store.snapshot of a stream": lambda e: e.store.snapshot("kv", e.name()),
+    "Store.drop_snapshot": lambda e: e.store.drop_snapshot("sql", e.dropped),
+    "Store.drop_snapshot for a day": lambda e: e.store.drop_snapshot("sql", e.dropped, undoable=True),
+    "Store.undrop_snapshot": _undrop_snapshot,
     "Store.fork": lambda e: e.store.fork("sql", e.name()),
     "Store.checkpoint": lambda e: e.store.checkpoint("sql"),
     "Store.merge": lambda e: e.store.merge("sql"),
@@ -211,6 +220,7 @@ def prepared(everything: Everything) -> Everything:
     everything.dropped = everything.name()
     everything.patience(60)  # the bucket answers, but a busy machine takes its time
     everything.store.create(everything.dropped, "pages")
+    everything.store.snapshot("sql", everything.dropped)
     everything.patience(SYNC_SECONDS)
     return everything
 
@@ -282,7 +292,7 @@ def test_every_marked_method_is_called_above() -> None:
         quire.Kv: {"begin_load"},
         Namespaces: {"drop"},
         ChangeFeed: {"drop", "resume"},
-        Snapshots: {"drop", "fork"},
+        Snapshots: {"drop", "fork", "soft_drop", "undrop"},
         SnapshotRetention: {"apply"},
         JobQueue: {name for name, _ in marked(JobQueue)},
         KvEngine: {name for name, _ in marked(KvEngine)},

@@ -15,6 +15,9 @@ Rules
   4. While the queue is closed nothing is recorded. Whether it is open is asked *after* each change: what was done before it was
      opened is on disk when a base is read.
   5. A shipped file that comes from elsewhere (staged by a job and renamed) is handed over whole.
+  6. What happens to a file after it has lost its last name is not handed over: a thread may still fill a log with zeros that
+     another has removed, and a base that is read in between knows nothing of the file. So a name and its event change under
+     one lock, and whoever hands over a write looks under that lock whether the file has a name.
 
 Threads: any. Raises what the disk below raises.
 """
@@ -24,8 +27,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 
 from quire.archive.format import (
@@ -99,8 +102,9 @@ class Recorder(DiskLayer):
         self._prefix = os.path.join(os.path.abspath(root), "")
         self.queue = queue
         self._complete = complete
-        # guarded by _lock
-        self._lock = threading.Lock()
+        self.naming = threading.Lock()
+        """While names change, and while a change of a file's bytes is handed over (rule 6)."""
+        # guarded by naming
         self._renamed: dict[str, int] | None = None
         """While a base is read: the names that files got meanwhile, by which its walk may have missed them; with the inodes."""
 
@@ -113,7 +117,7 @@ class Recorder(DiskLayer):
         file = self._inner.open(path, create=create, exclusive=exclusive, write=True)
         if kind is Shipping.WHOLE:
             return ArtifactFile(file, self)
-        recorded = RecordedFile(file, self.queue)
+        recorded = RecordedFile(file, self)
         if self.queue.is_open and (is_new or (create and not was_open and not file.size())):
             self.queue.append(CreateEvent(recorded.number, self._relative(path)))
         return recorded
@@ -125,43 +129,51 @@ class Recorder(DiskLayer):
 
     def rename(self, source: str, target: str) -> None:
         before, after = self._kind(source), self._kind(target)
-        number = self._inode_at(source) if (before, after) != (Shipping.NOT, Shipping.NOT) else 0
-        self._inner.rename(source, target)
+        if (before, after) == (Shipping.NOT, Shipping.NOT):
+            self._inner.rename(source, target)
+            return
+        number = self._inode_at(source)
+        with self.naming:
+            self._inner.rename(source, target)
+            if (before, after) == (Shipping.BYTES, Shipping.BYTES):
+                if not self._inner.exists(source):  # else both are names of one file: the system leaves them alone
+                    self.queue.append(RenameEvent(number, self._relative(source), self._relative(target)))
+                    self._note_name(target, number)
+                return
         if not self.queue.is_open:
             return
         if after is Shipping.WHOLE:
             self.completed(target)
-        elif after is Shipping.BYTES and before is Shipping.BYTES:
-            if self._inner.exists(source):
-                return  # both are names of one file: the system leaves them alone
-            with self._lock:
-                self.queue.append(RenameEvent(number, self._relative(source), self._relative(target)))
-                if self._renamed is not None:
-                    self._renamed[target] = number
         elif after is Shipping.BYTES:
             for event in whole_file(self._inner, target, self._relative(target)):
                 self.queue.append(event)
-        if before is not Shipping.NOT and (before, after) != (Shipping.BYTES, Shipping.BYTES):
+        if before is not Shipping.NOT:
             self.queue.append(RemoveEvent(number, self._relative(source)))
 
     def link(self, source: str, target: str) -> None:
-        self._inner.link(source, target)
-        match self._kind(target):
-            case Shipping.WHOLE:
+        if self._kind(target) is not Shipping.BYTES:
+            self._inner.link(source, target)
+            if self._kind(target) is Shipping.WHOLE:
                 self.completed(target)
-            case Shipping.BYTES:
-                number = self._inode_at(target)
-                with self._lock:  # the walk of a base may miss both names, if the first one is removed meanwhile
-                    self.queue.append(LinkEvent(number, self._relative(target)))
-                    if self._renamed is not None:
-                        self._renamed[target] = number
+            return
+        with self.naming:  # the walk of a base may miss both names, if the first one is removed meanwhile
+            self._inner.link(source, target)
+            number = self._inode_at(target)
+            self.queue.append(LinkEvent(number, self._relative(target)))
+            self._note_name(target, number)
 
     def remove(self, path: str) -> None:
-        kind = self._kind(path)
-        number = self._inode_at(path) if kind is not Shipping.NOT else 0
-        self._inner.remove(path)
-        if kind is not Shipping.NOT:
+        if self._kind(path) is Shipping.NOT:
+            self._inner.remove(path)
+            return
+        number = self._inode_at(path)
+        with _blocks_kept(path), self.naming:
+            self._inner.remove(path)
             self.queue.append(RemoveEvent(number, self._relative(path)))
+
+    def _note_name(self, path: str, number: int) -> None:
+        if self._renamed is not None:
+            self._renamed[path] = number
 
     def make_dirs(self, path: str) -> None:
         self._inner.make_dirs(path)
@@ -172,17 +184,17 @@ class Recorder(DiskLayer):
     # ── while a base is read ──────────────────────────────────────────────────────────────────────────────────────────
     def watch_renames(self) -> None:
         """From now on remember which files get another name."""
-        with self._lock:
+        with self.naming:
             self._renamed = {}
 
     def renamed(self) -> dict[str, int]:
         """The paths that files got since the last call, with their inodes: one file may have several, and lose some again."""
-        with self._lock:
+        with self.naming:
             renamed, self._renamed = self._renamed or {}, {}
             return renamed
 
     def end_watch(self) -> None:
-        with self._lock:
+        with self.naming:
             self._renamed = None
 
     def _relative(self, path: str) -> str:
@@ -206,12 +218,13 @@ class Recorder(DiskLayer):
 class RecordedFile(FileLayer, DirectFile):
     """A file whose bytes are shipped as they are written."""
 
-    __slots__ = ("_number", "_queue")
+    __slots__ = ("_naming", "_number", "_queue")
 
-    def __init__(self, inner: File, queue: EventQueue) -> None:
+    def __init__(self, inner: File, recorder: Recorder) -> None:
         super().__init__(inner)
         self._number = 0
-        self._queue = queue
+        self._queue = recorder.queue
+        self._naming = recorder.naming
 
     @property
     def number(self) -> int:
@@ -223,12 +236,12 @@ class RecordedFile(FileLayer, DirectFile):
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
         if self._queue.is_open:
-            self._queue.append(write_event(self.number, offset, data))
+            self._hand_over(write_event(self.number, offset, data))
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         write_synced(self._inner, data, offset)
         if self._queue.is_open:
-            self._queue.append(write_event(self.number, offset, data))
+            self._hand_over(write_event(self.number, offset, data))
 
     def begin_write_back(self, size: int, offset: int) -> None:
         begin_write_back(self._inner, size, offset)
@@ -236,12 +249,17 @@ class RecordedFile(FileLayer, DirectFile):
     def truncate(self, size: int) -> None:
         self._inner.truncate(size)
         if self._queue.is_open:
-            self._queue.append(TruncateEvent(self.number, size))
+            self._hand_over(TruncateEvent(self.number, size))
 
     def allocate(self, size: int) -> None:
         self._inner.allocate(size)
         if self._queue.is_open:
-            self._queue.append(ReserveEvent(self.number, size))
+            self._hand_over(ReserveEvent(self.number, size))
+
+    def _hand_over(self, event: AnyEvent) -> None:
+        with self._naming:
+            if os.fstat(self._inner.fileno()).st_nlink:  # rule 6
+                self._queue.append(event)
 
 
 class ArtifactFile(FileLayer, DirectFile):
@@ -263,6 +281,20 @@ class ArtifactFile(FileLayer, DirectFile):
     def sync(self) -> None:
         self._inner.sync()
         self._recorder.completed(self.path)
+
+
+@contextmanager
+def _blocks_kept(path: str) -> Iterator[None]:
+    """The blocks of a file that is removed meanwhile are freed when this ends: with many of them that takes milliseconds."""
+    try:
+        held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:  # one that is in the bucket
+        held = -1
+    try:
+        yield
+    finally:
+        if held >= 0:
+            os.close(held)
 
 
 def write_event(number: int, offset: int, data: bytes | bytearray | memoryview) -> AnyEvent:
