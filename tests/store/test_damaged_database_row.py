@@ -81,13 +81,18 @@ WRITES = {
 }
 
 
+SHOWN: dict[str, list[str]] = {"jobs": ["sqlite1"], "metrics": []}
+"""Commands that read no other rows than those they show, and the damaged ones among these."""
+
+
 @pytest.mark.parametrize("command", [*READS, *WRITES])
 def test_a_command_works_for_the_others_and_names_the_damaged(root: Path, command: str) -> None:
     code, out, err = run(root, *(READS | WRITES)[command])
     assert code == 0, err
-    for name in DAMAGED:
+    named = SHOWN.get(command, DAMAGED)
+    for name in named:
         assert name in err
-    assert "quire manifest check" in err
+    assert ("quire manifest check" in err) == bool(named)
     if command == "tree":
         assert "sqlite1  damaged; see `quire manifest check`" in out
     if command == "stats":

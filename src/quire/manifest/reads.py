@@ -351,7 +351,8 @@ class ReadTxn:
         for db_id in dict.fromkeys(db_ids):
             try:
                 record = self.database(db_id)
-            except ManifestDamaged:
+            except ManifestDamaged as error:
+                self.report_damage(db_id, error)
                 names[db_id] = self.indexed_name(db_id)
                 continue
             if record is not None:
