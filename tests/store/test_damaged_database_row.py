@@ -81,7 +81,7 @@ WRITES = {
 }
 
 
-SHOWN: dict[str, list[str]] = {"jobs": ["sqlite1"], "metrics": []}
+SHOWN = {"jobs": ["sqlite1"]}
 """Commands that read no other rows than those they show, and the damaged ones among these."""
 
 
@@ -92,7 +92,7 @@ def test_a_command_works_for_the_others_and_names_the_damaged(root: Path, comman
     named = SHOWN.get(command, DAMAGED)
     for name in named:
         assert name in err
-    assert ("quire manifest check" in err) == bool(named)
+    assert "quire manifest check" in err
     if command == "tree":
         assert "sqlite1  damaged; see `quire manifest check`" in out
     if command == "stats":
