@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -128,6 +130,7 @@ def test_what_is_no_manifest_at_all_is_reported(path: str) -> None:
 
 def test_the_probing_process_imports_next_to_nothing(filled: str) -> None:
     code = "import sys; import quire.manifest.probe; print(*sorted(m for m in sys.modules if m.startswith('quire')))"
-    assert finish(python(code)).split() == [
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
         "quire", "quire.core", "quire.core.lazy", "quire.manifest", "quire.manifest.probe",
     ]  # fmt: skip

@@ -22,12 +22,15 @@ from tests.rules.tree import SRC
 from tests.sqlite.conftest import SETTINGS, count
 
 PROGRAM = """
-import sys, quire
+import sys, apsw, quire
 with quire.open(sys.argv[1], "r") as store:
     connection = store.sqlite("shop")
     print("ready", flush=True)
     for line in sys.stdin:
-        print(connection.execute(line).get, flush=True)
+        try:
+            print(connection.execute(line).get, flush=True)
+        except apsw.SQLError as error:  # the table may not be published yet
+            print(error, flush=True)
     connection.close()
 """
 

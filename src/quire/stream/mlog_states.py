@@ -11,7 +11,7 @@ silently: eviction needs another copy, and only `SEGMENT_RETIRED` ends a segment
 
 Pure functions and tables, any thread; importable on executors.
 
-    >>> state = after(after(NOTHING, Event.OPENED), Event.SEALED)
+    >>> state = next_state(next_state(NOTHING, Event.OPENED), Event.SEALED)
     >>> is_valid(state, Event.COMPRESSION_STARTED), is_valid(state, Event.LOCAL_EVICTED)
     (True, False)
 """

@@ -15,8 +15,8 @@ Where the bytes are is said once, in `wal_catalog` (M6); nothing moves, verifies
 One copy of a segment is enough: the file as it was written, the compressed one, or the object. One without a copy is reported
 and not published: it may have moved between two looks.
 
-    >>> from quire.manifest.verification import borrows
-    >>> borrows(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
+    >>> from quire.manifest.verification import shares_bytes
+    >>> shares_bytes(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
     True
 """
 
