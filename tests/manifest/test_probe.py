@@ -14,7 +14,7 @@ import pytest
 from quire.manifest import tables as t
 from quire.manifest.probe import probe
 from quire.manifest.store import ManifestStore
-from tests.manifest.helpers import chunk, finish, python, register
+from tests.manifest.helpers import chunk, python, register
 
 PAGE = 4096
 LEAF = 2
