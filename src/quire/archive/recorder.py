@@ -17,7 +17,8 @@ Rules
   5. A shipped file that comes from elsewhere (staged by a job and renamed) is handed over whole.
   6. What happens to a file after it has lost its last name is not handed over: a thread may still fill a log with zeros that
      another has removed, and a base that is read in between knows nothing of the file. So a name and its event change under
-     one lock, and whoever hands over a write looks under that lock whether the file has a name.
+     one lock, and whoever hands over a write looks under that lock whether the file has a name. It is remembered, for files
+     that are open: to ask the system would give the interpreter up in the middle of a commit.
 
 Threads: any. Raises what the disk below raises.
 """
@@ -105,6 +106,10 @@ class Recorder(DiskLayer):
         self.naming = threading.Lock()
         """While names change, and while a change of a file's bytes is handed over (rule 6)."""
         # guarded by naming
+        self.nameless: set[int] = set()
+        """Open files that have lost their last name."""
+        self._handles: dict[int, int] = {}
+        """How many handles an open file has."""
         self._renamed: dict[str, int] | None = None
         """While a base is read: the names that files got meanwhile, by which its walk may have missed them; with the inodes."""
 
@@ -134,7 +139,9 @@ class Recorder(DiskLayer):
             return
         number = self._inode_at(source)
         with self.naming:
+            replaced = _last_name_of(target)
             self._inner.rename(source, target)
+            self._lose_name(replaced)
             if (before, after) == (Shipping.BYTES, Shipping.BYTES):
                 if not self._inner.exists(source):  # else both are names of one file: the system leaves them alone
                     self.queue.append(RenameEvent(number, self._relative(source), self._relative(target)))
@@ -168,8 +175,31 @@ class Recorder(DiskLayer):
             return
         number = self._inode_at(path)
         with _blocks_kept(path), self.naming:
+            removed = _last_name_of(path)
             self._inner.remove(path)
+            self._lose_name(removed)
             self.queue.append(RemoveEvent(number, self._relative(path)))
+
+    def _lose_name(self, number: int) -> None:
+        if number in self._handles:
+            self.nameless.add(number)
+
+    def opened(self, file: File) -> int:
+        """The number of a file that is open from now on; for `RecordedFile`."""
+        with self.naming:
+            status = os.fstat(file.fileno())
+            self._handles[status.st_ino] = self._handles.get(status.st_ino, 0) + 1
+            if not status.st_nlink:
+                self.nameless.add(status.st_ino)
+            return status.st_ino
+
+    def closed(self, number: int) -> None:
+        """One handle less; for `RecordedFile`. The system may give the number to another file now."""
+        with self.naming:
+            self._handles[number] -= 1
+            if not self._handles[number]:
+                del self._handles[number]
+                self.nameless.discard(number)
 
     def _note_name(self, path: str, number: int) -> None:
         if self._renamed is not None:
@@ -218,20 +248,15 @@ class Recorder(DiskLayer):
 class RecordedFile(FileLayer, DirectFile):
     """A file whose bytes are shipped as they are written."""
 
-    __slots__ = ("_naming", "_number", "_queue")
+    __slots__ = ("_is_closed", "_queue", "_recorder", "number")
 
     def __init__(self, inner: File, recorder: Recorder) -> None:
         super().__init__(inner)
-        self._number = 0
         self._queue = recorder.queue
-        self._naming = recorder.naming
-
-    @property
-    def number(self) -> int:
-        """By which the archive knows the file; looked up when something is recorded."""
-        if not self._number:
-            self._number = inode(self._inner)
-        return self._number
+        self._recorder = recorder
+        self._is_closed = False
+        self.number = recorder.opened(inner)
+        """By which the archive knows the file."""
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
@@ -256,9 +281,17 @@ class RecordedFile(FileLayer, DirectFile):
         if self._queue.is_open:
             self._hand_over(ReserveEvent(self.number, size))
 
+    def close(self) -> None:
+        """Of several calls the first counts."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._recorder.closed(self.number)  # before: nobody else has the number yet
+        self._inner.close()
+
     def _hand_over(self, event: AnyEvent) -> None:
-        with self._naming:
-            if os.fstat(self._inner.fileno()).st_nlink:  # rule 6
+        recorder = self._recorder
+        with recorder.naming:
+            if self.number not in recorder.nameless:  # rule 6
                 self._queue.append(event)
 
 
@@ -281,6 +314,15 @@ class ArtifactFile(FileLayer, DirectFile):
     def sync(self) -> None:
         self._inner.sync()
         self._recorder.completed(self.path)
+
+
+def _last_name_of(path: str) -> int:
+    """The number of a file that has no other name than this one; 0 for another, and where there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return 0
+    return status.st_ino if status.st_nlink == 1 else 0
 
 
 @contextmanager

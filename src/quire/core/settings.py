@@ -508,7 +508,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     object_store: str = ""
     """URL of the object store; empty means `objects/` inside the store."""
-    open_files_max: int = 960
+    open_files_max: int = 896
     """Files that databases of all kinds keep open to write to, and tables; what is idle is closed after a second."""
     manifest: ManifestSettings = ManifestSettings()
     feed: FeedSettings = FeedSettings()
@@ -548,7 +548,7 @@ EXAMPLE = """\
 object_store = "{object_store}"
 
 # Files that databases keep open, at most a quarter of `ulimit -n`; beyond it the oldest is closed until its next use.
-# open_files_max = 960
+# open_files_max = 896
 
 [objects]
 # endpoint = ""                # of an S3-compatible service: "https://s3.example.com"
