@@ -48,7 +48,7 @@ def events_come_after_the_acknowledgement() -> None:
     def later(self: RecordedFile, data: Any, offset: int) -> None:
         self._inner.write_at(data, offset)
         self._inner.sync()
-        late.append(write_event(self._number, offset, data))
+        late.append(write_event(self.number, offset, data))
         if len(late) > 1:
             self._queue.append(late.pop(0))
 
